@@ -15,14 +15,13 @@ from training_fixtures import launch_environment
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
-from longspec.errors import UserError
 from longspec.jobs.job import ResumableJob
 from longspec.jobs.results import part_path
 from longspec.locks import LOCK_NAME, locked_file
 from longspec.longbench import measurement
 from longspec.longbench.command import main
 from longspec.pipeline.processes import free_port
-from longspec.ranks.replicas import Replicas, balanced, joined_replicas
+from longspec.ranks.replicas import Replicas, balanced
 from longspec.regenerate.command import main as regenerate
 from longspec.signals import StopSignals
 
@@ -31,7 +30,6 @@ TIMES = ("ttft_s", "decode_s", "tokens_per_second")
 LIMIT_S = 120
 FAULTY = "tests/faulty_replica.py"
 LOST = r"(a rank has ended: \d+ of 11 samples are done|rank . of . ends, because another rank has ended)"
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module")
@@ -129,25 +127,6 @@ def test_the_progress_of_a_second_run_of_a_process_starts_anew(capsys: pytest.Ca
         job = ResumableJob(5, "prompt", None, StopSignals(), replicas)
         job.run(range(done, 5), lambda unit: 1, lambda unit, count: count(1, 1), done)
         assert "5/5" in capsys.readouterr().err.split("\r")[-1]
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, MASTER_ADDR, MASTER_PORT not set"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number"),
-        ({"RANK": "1"}, "RANK: 1, but WORLD_SIZE is 1"),
-    ],
-)
-def test_an_environment_of_no_launch_is_one_line(
-    given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=problem), joined_replicas():
-        pass
 
 
 def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Path, tmp_path: Path) -> None:

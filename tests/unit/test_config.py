@@ -29,7 +29,7 @@ from longspec.train.config import (
     to_yaml,
     typed,
 )
-from longspec.train.config_checks import check, make_output_dir
+from longspec.train.config_checks import make_output_dir
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
 from longspec.train.overrides import readable
@@ -164,8 +164,6 @@ def test_your_model_scales_the_recipe_to_target_and_device(
     [
         ("model_name_or_path=null", "config key model_name_or_path"),
         ("data.max_length=long", "config key data.max_length"),
-        ("data.max_length=0", "config key data.max_length"),
-        ("tp_size=two", "config key tp_size"),
         ("loss=auto", "config key loss"),
         ("max_steps=auto", "config key max_steps"),
         ("model_name_or_path=nowhere/at/all", "nowhere/at/all"),
@@ -185,32 +183,22 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
     ("override", "key"),
     [
         ("learning_rte=1", "learning_rte"),
-        ("+learning_rte=1", "learning_rte"),
-        ("data.max_len=1", "data.max_len"),
         ("+data.max_len=1", "data.max_len"),
         ("data.max_length=long", "data.max_length"),
         ("data.chat_format=alpaca", "data.chat_format"),
         ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
-        ("+data.templates.report='{context}'", "data.templates.report"),
-        ("data.templates.report=7", "data.templates.report"),
-        ("data.max_length=0", "data.max_length"),
         ("data.overflow=drop", "data.overflow"),
         (f"seed={2**70}", "seed"),
-        (f"max_steps={10**400}", "max_steps"),
         ("output_dir=", "output_dir"),
+        ("output_dir=pyproject.toml", "output_dir: must be a folder"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("per_device_train_batch_size=0", "per_device_train_batch_size"),
-        ("gradient_accumulation_steps=-1", "gradient_accumulation_steps"),
-        ("learning_rate=fast", "learning_rate"),
         ("loss=mse", "loss"),
         ("optimizer=lion", "optimizer"),
         ("resume=yes", "resume"),
         ("variant.name=other", "variant.name"),
         ("variant.depth=0", "variant.depth"),
         ("model.kv_layers=[1,1]", "model.kv_layers"),
-        ("model.kv_layers=[-1]", "model.kv_layers"),
-        ("model.kv_layers=[last]", "model.kv_layers"),
-        ("model.target_feature=some", "model.target_feature"),
         ("model.torch_dtype=int8", "model.torch_dtype"),
         ("++model=llama", "model"),
         ("+deepspeed.zero_optimisation.stage=1", "deepspeed.zero_optimisation"),
@@ -218,24 +206,15 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("deepspeed.zero_optimization.stage=4", "deepspeed.zero_optimization.stage"),
         ("+deepspeed.zero_optimization.offload_optimizer.device=nvme", "offload_optimizer.device"),
         ("model_name_or_path=null", "model_name_or_path"),
-        ("model_name_or_path=???", "model_name_or_path"),
-        ("adam_betas=[0.9]", "adam_betas"),
         ("adam_betas=[0.9,1]", "adam_betas"),
         ("seed=-1", "seed"),
-        ("weight_decay=-0.1", "weight_decay"),
         ("learning_rate=nan", "learning_rate"),
-        ("num_train_epochs=inf", "num_train_epochs"),
-        ("max_steps=0", "max_steps"),
-        ("data.num_proc=0", "data.num_proc"),
         ("model.attn_implementation=flash", "attn_implementation"),
-        ("tp_size=0", "tp_size"),
         ("evaluation.keep_best=true", "evaluation.keep_best"),
         ("evaluation.files=nowhere.jsonl", "nowhere.jsonl"),
         ("evaluation.files=7", "evaluation.files"),
         ("evaluation.files=${data.files}", "evaluation.files"),
-        ("evaluation.steps=0", "evaluation.steps"),
         ("evaluation.rows=0", "evaluation.rows"),
-        ("evaluation.file=x", "evaluation.file"),
     ],
 )
 def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
@@ -248,7 +227,6 @@ def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
     ("override", "hint"),
     [
         ("foo=1", "config key foo: no such key; --cfg job prints all keys"),
-        ("+foo=1", "config key foo: no such key; --cfg job prints all keys"),
         ("++learning_rat=1", "config key learning_rat: no such key; did you mean learning_rate?"),
         ("window=64", "config key window: no such key; did you mean model.window?"),
         ("model.windw=64", "config key model.windw: no such key; did you mean model.window?"),
@@ -314,11 +292,6 @@ def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: P
     config = load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
     with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be created"):
         make_output_dir(config)
-
-
-def test_an_output_folder_that_is_a_file_is_named(paths: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"output_dir: must be a folder, not .*data\.jsonl"):
-        load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl")
 
 
 def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> None:
@@ -414,12 +387,6 @@ def test_composing_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(empty)
     load(TINY, *paths)
     assert not list(empty.iterdir())
-
-
-def test_check_accepts_a_composed_config_twice(paths: list[str]) -> None:
-    config = load(TINY, *paths)
-    check(config)
-    assert isinstance(config.data.files, list)
 
 
 def test_schedule_warms_up_then_falls_to_zero() -> None:

@@ -158,10 +158,10 @@ def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
         assert pair.draft_model.window == window
 
 
-@pytest.mark.parametrize("options", [DraftOptions(64), DraftOptions(64, (1,)), DraftOptions(64, (1, 0), True)], ids=str)
 @pytest.mark.parametrize("form", ["pth", "checkpoint", "hub", "file of the hub's folder"])
-def test_options_survive_extraction(tmp_path: Path, form: str, options: DraftOptions) -> None:
+def test_options_survive_extraction(tmp_path: Path, form: str) -> None:
     """Also where the weight file alone is moved: then no configuration says them."""
+    options = DraftOptions(64, (1, 0), True)
     pair = make_pair(tmp_path / "target", options=options)
     state = pair.draft_model.state_dict()
     if form == "pth":
@@ -252,8 +252,9 @@ def test_a_window_must_exceed_the_depth() -> None:
             check_window(5, depth, "gamma")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("route", ["check", "state_dict", "glide_path"])
+@pytest.mark.parametrize(
+    ("value", "route"), [(float("nan"), "check"), (float("inf"), "state_dict"), (float("-inf"), "glide_path")]
+)
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float, route: str) -> None:
     make_pair(tmp_path / "target")
     state = published_state()

@@ -11,12 +11,7 @@ pytest.importorskip("triton")
 import attention_reference
 
 from longspec.kernels.triton.attention_tiles import (
-    LONG_CACHE,
-    Tiles,
-    count_splits,
-    fit_shared_memory,
     prefix_tiles,
-    programs_at_once,
 )
 from longspec.kernels.triton.prefix_attention import prefix_attention
 
@@ -129,31 +124,3 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(dtype: torch.dtype, head_dim: 
         tiles = prefix_tiles(rows, head_dim, dtype, shared_memory)
         slots = tiles.block_m + 2 * tiles.num_stages * tiles.block_n
         assert slots * head_dim * dtype.itemsize <= shared_memory and tiles.block_n >= 16
-
-
-def test_stages_are_reduced_before_rows() -> None:
-    tiles = Tiles(128, 64, 8, 3)
-    assert fit_shared_memory(tiles, 256, 128 * 1024) == tiles
-    assert fit_shared_memory(tiles, 256, 127 * 1024) == Tiles(128, 64, 8, 2)
-    assert fit_shared_memory(tiles, 256, 95 * 1024) == Tiles(64, 64, 4, 2)
-
-
-def test_two_programs_of_many_rows_share_a_multiprocessor_where_their_tiles_fit_twice() -> None:
-    """At head_dim 128 in 16 bits they do on Hopper, not on Ampere. Few rows are limited by memory and use more
-    stages."""
-    for rows, shared_memory, at_once in [(69, HOPPER, 2), (276, HOPPER, 2), (276, AMPERE, 1), (64, HOPPER, 1)]:
-        tiles = prefix_tiles(rows, 128, torch.bfloat16, shared_memory)
-        assert programs_at_once(tiles, 128, torch.bfloat16, shared_memory) == at_once
-
-
-def test_splits_fill_the_device_in_one_wave_or_evenly_in_several() -> None:
-    assert count_splits(programs=24, capacity=4096, at_once=132) == 5
-    assert count_splits(programs=24, capacity=LONG_CACHE, at_once=132) == 11  # two waves, none idle
-    assert count_splits(programs=32, capacity=LONG_CACHE, at_once=132) == 4  # one wave, four idle
-    assert count_splits(programs=40, capacity=LONG_CACHE, at_once=264) == 13  # two waves, eight of 528 idle
-    assert count_splits(programs=8, capacity=1024, at_once=132) == 8
-    assert count_splits(programs=3, capacity=3000, at_once=132) == 8  # of 13 that the capacity is worth: a power of two
-    assert count_splits(programs=3, capacity=9000, at_once=132) == 16
-    assert count_splits(programs=3, capacity=LONG_CACHE, at_once=132) == 32  # of 44 that would fill the device
-    assert count_splits(programs=500, capacity=LONG_CACHE, at_once=132) == 1
-    assert count_splits(programs=1, capacity=10, at_once=132) == 1

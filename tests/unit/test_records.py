@@ -134,37 +134,6 @@ def test_a_line_that_is_no_object_names_file_and_line(raw, says):
 
 
 @pytest.mark.parametrize(
-    ("record", "kind"),
-    [
-        ({"text": "t"}, ("text", None, "text")),
-        ({"source": "What?", "target": "t"}, ("source", "source", "target")),
-        ({"target": "t"}, ("text", None, "target")),
-        ({"source": "", "target": "t"}, ("text", None, "target")),
-        ({"source": None, "target": "t"}, ("text", None, "target")),
-        ({"source": "code", "target": "t"}, ("text", None, "target")),
-        ({"source": "book", "text": "t"}, ("text", None, "text")),
-        ({"source": "tulu-v2", "messages": []}, ("messages", None, "messages")),
-        ({"conversation": []}, ("conversation", None, "conversation")),
-        ({"source": "arxiv", "article": "a", "abstract": "b"}, ("article", "article", "abstract")),
-        ({"source": "gov-report", "report": "a", "summary": "b"}, ("report", "report", "summary")),
-        ({"source": "multi-news", "document": "a", "summary": "b"}, ("document", "document", "summary")),
-        ({"source": "meetingbank", "transcript": "a", "summary": "b"}, ("transcript", "transcript", "summary")),
-        ({"prefix": "a", "suffix": "b"}, ("prefix", "prefix", "suffix")),
-        ({"problem": "a", "qwq": "b"}, ("problem", "problem", "qwq")),
-        ({"problem": "a", "solution": "b"}, ("problem", "problem", "solution")),
-        ({"problem": "a", "qwq": "b", "solution": "c"}, ("problem", "problem", "qwq")),
-        ({"conversations": []}, ("conversations", None, "conversations")),
-        ({"instruction": "a", "input": "", "output": "b"}, ("instruction", "instruction", "output")),
-        ({"instruction": "a", "output": "b", "text": "a b"}, ("instruction", "instruction", "output")),
-        ({"prompt": "a", "completion": "b"}, ("prompt", "prompt", "completion")),
-        ({"text": None, "report": "a", "summary": "b"}, ("report", "report", "summary")),
-    ],
-)
-def test_the_fields_tell_the_kind(record, kind):
-    assert tuple(record_kind(record)) == kind
-
-
-@pytest.mark.parametrize(
     ("record", "says"),
     [
         ({"source": "What?"}, "field 'target' is missing"),

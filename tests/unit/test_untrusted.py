@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import struct
 import time
 from collections import OrderedDict
@@ -90,18 +89,11 @@ def special(kind: str, file: Path) -> None:
     file.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    elif kind == "folder":
-        file.mkdir()
     else:
-        here = Path.cwd()
-        os.chdir(file.parent)  # a socket's path has at most some 100 characters
-        socket.socket(socket.AF_UNIX).bind(file.name)
-        os.chdir(here)
+        file.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
 @pytest.mark.parametrize(
     "name", ["draft_model_weights.pth", "model.safetensors", "config.json", "training_config.yaml"]
 )
