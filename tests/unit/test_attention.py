@@ -30,7 +30,7 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-SHAPES = [(2, 1, 1, 64), (2, 4, 69, 64), (1, 5, 5, 128), (1, 8, 40, 80)]
+SHAPES = [(2, 1, 1, 64), (1, 4, 69, 64), (2, 5, 5, 128), (1, 8, 20, 80)]
 
 
 @pytest.fixture
@@ -90,8 +90,10 @@ def some_mask(batch: int, nodes: int, keys: int) -> Tensor:
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("lengths", [[150], [90, 90], [0, 130, 7]])
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [(torch.float32, [150]), (torch.float32, [90, 90]), *((dtype, [0, 130, 7]) for dtype in TOLERANCE)],
+)
 @pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
 def test_hybrid_equals_dense_attention(
     kv_heads: int,
@@ -119,7 +121,7 @@ def test_hybrid_equals_dense_attention(
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("lengths", [[150], [0, 0], [0, 330, 7]])
+@pytest.mark.parametrize("lengths", [[150], [0, 0], [0, 130, 7]])
 @pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
 def test_prefix_equals_dense_attention(
     kv_heads: int,

@@ -20,13 +20,13 @@ AFTER_LAST_KEYS = (
     *(f"{LAST}.{name}" for name in ("post_attention_layernorm", "mlp", "mlp.down_proj")),
     *("model.norm", "lm_head"),
 )
-B, T = 2, 24
+B, T = 2, 12
 
 
 def batch() -> dict[str, Tensor]:
     tokens = torch.randint(1, 61, (B, T), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(4), 900 + torch.arange(4, T)]).expand(B, -1)
-    borders = torch.tensor([0, 10, T, 2 * T], dtype=torch.int32)
+    borders = torch.tensor([0, 5, T, 2 * T], dtype=torch.int32)
     return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "cu_seqlens": borders}
 
 
@@ -108,19 +108,17 @@ ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
 @pytest.mark.parametrize(
     ("family", "overrides", "reads_target"),
     [
-        ("llama", {}, False),
         ("llama", ODD_HEADS, True),
         ("qwen2", {}, True),
         ("qwen3", {}, False),
-        ("qwen3", ODD_HEADS, True),
-        ("mistral", {}, True),
+        ("mistral", {}, False),
     ],
 )
 def test_elementwise_kernels_change_no_result(
     tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str
 ) -> None:
     """Hidden states of target and draft, the modules that run, and calls by transformers are the same."""
-    model: Any = make_pair(tmp_path, family, initializer_range=0.1, **overrides).to(device)
+    model: Any = make_pair(tmp_path, family, initializer_range=0.1, num_hidden_layers=2, **overrides).to(device)
     for name, parameter in model.model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)).to(device)
