@@ -22,6 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,17 +35,18 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.decoder import Decoder
-from longspec.inference.engine.capture import CapturedRound, warm_up
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.admission import slots_for
+from longspec.inference.engine.batch import Batch, Mode
+from longspec.inference.engine.requests import Request, Ticket
+from longspec.inference.engine.rows import Running
+from longspec.inference.engine.worker import Worker
+from longspec.inference.engine_pool import Pooled
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.request import Sampling
-from longspec.inference.round_source import FixedRounds
-from longspec.inference.row_settings import RowSettings
 from longspec.inference.runner import Runner, model_backend
-from longspec.inference.sampling import Sampler, sampling_kind
+from longspec.inference.sampling import GREEDY, sampling_kind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
 from longspec.models.target_split import check_divisible
@@ -198,24 +200,22 @@ def measure(
     # The engine before this one is freed, and blocks that a capture could not free itself.
     gc.collect()
     torch.cuda.empty_cache()
-    engine = filled_engine(runner, lengths, method, options)
-    warm_up(engine)
-    captured = CapturedRound(engine)
-    decoder, source = Decoder(engine, 1 << 30, set(), None), FixedRounds(engine)
-    source.round = captured
-    active = torch.ones(len(lengths), dtype=torch.bool, device=runner.device)
+    batch, mode = filled_batch(runner, lengths, method, options)
+    engine = batch.state(mode, slice(0, len(lengths)))
+    batch.rounds(mode, len(lengths))  # captures them
+    worker = busy_worker(batch, lengths)
 
     def rewind() -> None:
         engine.cache.lengths.copy_(torch.tensor(lengths))
 
     rewind()
-    round_ms = timed_ms(lambda: captured(active), runs=5, repeats=10)
+    round_ms = timed_ms(lambda: batch.play(mode, len(lengths)), runs=5, repeats=10)
 
     rewind()
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
-        decoder.advance(source)
+        worker.step(lambda: None, worker.outbox.clear)
     torch.cuda.synchronize()
     wall_ms = (perf_counter() - start) / 30 * 1e3
 
@@ -246,30 +246,42 @@ def measure(
     return measured
 
 
-def filled_engine(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> Engine:
-    """An engine in its state after a prefill of `lengths` tokens per row, with random keys and values in all caches."""
-    batch = len(lengths)
-    sampling, settings = Sampling(options.temperature), RowSettings.allocate(batch, runner.device)
-    settings.assign(slice(0, batch), [sampling] * batch, range(batch))
-    sampler = Sampler(sampling_kind([sampling]), settings)
+def filled_batch(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> tuple[Batch, Mode]:
+    """The batch of a generation after a prefill of `lengths` tokens per row, with random keys and values in all caches,
+    and the mode of its rounds."""
+    rows, sampling = len(lengths), Sampling(options.temperature)
     shape, nodes, branches = options.tree_shape, options.tree_nodes, options.lookup_branches
     drafting = Drafting(method, shape, options.gamma, "reject", nodes, branches)
-    drafter: Any = make_drafter(drafting, runner, batch, sampler.drafting())
+    single = make_drafter(drafting, runner, 1, GREEDY)
+    capacity = slots_for(max(lengths) + 1024, single.depth, single.nodes)
+    kind = sampling_kind([sampling])
+    batch = Batch(runner, drafting, rows, capacity, 1, (kind,), False, Pooled(None, capacity, 0))
+    batch.assign(range(rows), lengths, [sampling] * rows, range(rows), [True] * rows)
+    batch.active.fill_(True)
     # The same on all ranks, because the draft's head depends on them.
     generator = torch.Generator(runner.device).manual_seed(0)
     like: dict[str, Any] = {"device": runner.device, "generator": generator}
-    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (batch, max(lengths)), **like)
-    engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=1024)
-    stores = [engine.cache.keys, engine.cache.values]
-    draft = glide_draft(drafter)
+    prompts = torch.randint(0, min(1000, runner.config.vocab_size), (rows, max(lengths)), **like)
+    batch.root.copy_(prompts[:, 0])
+    stores = [batch.cache.keys, batch.cache.values]
+    draft = glide_draft(batch.drafter)
     if draft is not None:
         stores += [draft.cache.keys, draft.cache.values]
         if draft.head is not None:
             draft.head.start(prompts, torch.tensor(lengths, device=runner.device))
     for store in stores:
         store.normal_()
-    engine.cache.lengths.copy_(torch.tensor(lengths))
-    return engine
+    return batch, Mode(batch.depth > 0, kind, details=False)
+
+
+def busy_worker(batch: Batch, lengths: list[int]) -> Worker:
+    """The engine's loop, with a request in each row that does not end."""
+    worker = Worker(batch, None)
+    for length in lengths:
+        prompt = np.zeros(length, dtype=np.int64)
+        row, *_ = worker.rows.take(prompt)
+        row.job = Running(Ticket(Request([0], 1 << 30), print, 0.0), prompt, b"", root=0)
+    return worker
 
 
 def random_vocabulary(size: int, vocab: int) -> Tensor:

@@ -25,7 +25,7 @@ from longspec import generate
 from longspec.data.prompts import loops
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.drafting.proposal import chain as chain_proposal
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
@@ -210,7 +210,7 @@ def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -
     sampler = GREEDY
     runner = FusedRunner(model)
     drafter = make_drafter(Drafting("vanilla"), runner, 1, sampler)
-    engine = Engine(runner, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
+    engine = StaticBatch(runner, drafter, sampler, row[:, :prompt_len], [prompt_len], sum(steps) + max(steps))
     engine.prefill()
     logits = []
     start = prompt_len

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.ceilings import captured_ms
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.rounds import Rounds
 from longspec.models.parallel import model_parallel_rank_and_size, sum_over_ranks
 
 
@@ -24,7 +24,7 @@ def glide_draft(drafter: Any) -> GlideDraft | None:
 class TreeRound:
     """The parts of a tree round as separate calls. Attention and heads run on random inputs of the round's sizes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Rounds) -> None:
         assert isinstance(engine.drafter, TreeDrafter)
         self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
         self.drafter, self.draft = engine.drafter, engine.drafter.draft
@@ -82,7 +82,7 @@ class TreeRound:
             self.engine.round(self.active)
 
 
-def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
+def parts_of_round(engine: Rounds, round_ms: float) -> dict[str, float]:
     """Milliseconds per part of a tree round. Each part is captured and timed alone.
 
     "draft rest", "verify rest" and "residual" are differences. The residual is the round minus the sum of its parts;
@@ -108,7 +108,7 @@ def parts_of_round(engine: Engine, round_ms: float) -> dict[str, float]:
     }
 
 
-def sums_ms(engine: Engine) -> float | None:
+def sums_ms(engine: Rounds) -> float | None:
     """Milliseconds of the two sums over ranks per target layer of a verification; None without other ranks."""
     if model_parallel_rank_and_size()[1] == 1:
         return None

@@ -20,10 +20,6 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
 from longspec import generate
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.engine.engine import Engine
-from longspec.inference.fused_runner import FusedRunner
-from longspec.inference.methods import Drafting, make_drafter
-from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 
@@ -43,13 +39,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("benchmarks.prefill: needs a CUDA device; none is available")
     model = random_pair(options.shape)
-    runner = FusedRunner(model)
     weights = torch.cuda.memory_allocated()
 
     prefills, generations = [], []
     for length in options.prompt_lens:
         ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
-        implementations = {"ours": partial(ours, runner, ids), "transformers": partial(theirs, model, ids)}
+        implementations = {"ours": partial(ours, model, ids), "transformers": partial(theirs, model, ids)}
         for name, prefill in implementations.items():
             row = {"prompt": length, "by": name} | timed(prefill, weights, options.runs)
             prefills.append(row)
@@ -74,11 +69,9 @@ def main() -> None:
     )
 
 
-@torch.no_grad()
-def ours(runner: FusedRunner, ids: Tensor) -> None:
-    sampler = GREEDY
-    drafter = make_drafter(Drafting("tree", TREE_SHAPE), runner, 1, sampler)
-    Engine(runner, drafter, sampler, ids, [ids.shape[1]], NEW_TOKENS).prefill()
+def ours(model: GlideMixin, ids: Tensor) -> None:
+    """What `generate` does for a single token."""
+    generate(model, ids, tree_shape=TREE_SHAPE, max_new_tokens=1, allow_untrained_draft=True)
 
 
 @torch.no_grad()

@@ -8,15 +8,15 @@ import signal
 import sys
 from typing import Any
 
+from longspec.cli.answers import PromptRun
 from longspec.cli.app import main
-from longspec.cli.pair import LoadedPair
 from longspec.errors import UserError
 from longspec.longbench import measurement
 from longspec.regenerate.writer import Writer
 
 FUNCTIONS: dict[str, tuple[Any, str, int]] = {
     "evaluate": (measurement, "generate", 1),
-    "generate": (LoadedPair, "generate", 0),
+    "generate": (PromptRun, "line", 0),
     "regenerate": (Writer, "write_shard", 0),
 }
 """The function of each command that does a unit of work, and the number of its calls before the first unit."""

@@ -7,27 +7,27 @@ import os
 import signal
 from typing import Any
 
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.batch import Batch
 from longspec.longbench.command import main
 
 FAULT = os.environ["FAULT"]
 BATCH = 3
-"""Number of the call of `generate` with the fault; the first one is the warm-up."""
-prefill = Engine.prefill
+"""Number of the prompt with the fault; the first one is the warm-up."""
+first_tokens = Batch.first_tokens
 calls = 0
 
 
-def faulty(engine: Engine) -> Any:
+def faulty(*arguments: Any) -> Any:
     global calls
     calls += 1
     if calls == BATCH and FAULT == "dies":
         os._exit(9)
     if calls == BATCH and FAULT == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
-    return prefill(engine)
+    return first_tokens(*arguments)
 
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":
-        Engine.prefill = faulty  # type: ignore[method-assign]
+        Batch.first_tokens = faulty  # type: ignore[method-assign]
     main()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.sampling import Sampler
 
 Plan = Sequence[Sequence[int]]
 """plan[round][row] is the number of draft tokens to be accepted. The plan repeats after its last round."""
@@ -32,6 +33,7 @@ class Oracle:
         self.drafter = drafter
         self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
         self.reads_hidden, self.reserve = drafter.reads_hidden, drafter.reserve
+        self.plans = ()
         self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
         self.random = Random(5)
         self.rounds = 0
@@ -40,6 +42,12 @@ class Oracle:
         self.planted: list[list[int]] = [[] for _ in prompt_lengths]
         """Number of draft tokens that each pass should accept, by row: the planned one, or fewer if the tree has no
         node of that level."""
+
+    def share(self, rows: slice, sampler: Sampler) -> Drafter:
+        return self.drafter.share(rows, sampler)  # to start these rows
+
+    def for_plan(self, plan: None) -> "Oracle":
+        return self
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)
@@ -95,12 +103,18 @@ class DeviceOracle:
         """shape: nodes per level of the drafter's trees; truth: LongTensor [B, tokens]."""
         self.drafter, self.truth, self.vocab = drafter, truth, vocab
         self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
-        self.reads_hidden = drafter.reads_hidden
+        self.reads_hidden, self.plans = drafter.reads_hidden, ()
         self.reserve, self.start, self.feed = drafter.reserve, drafter.start, drafter.feed
         self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
         self.plan = torch.tensor(plan, device=truth.device)
         self.last_of_level = torch.tensor([0, *accumulate(shape)], device=truth.device)
         self.rounds = torch.zeros(1, dtype=torch.long, device=truth.device)
+
+    def share(self, rows: slice, sampler: Sampler) -> Drafter:
+        return self.drafter.share(rows, sampler)  # to start these rows
+
+    def for_plan(self, plan: None) -> "DeviceOracle":
+        return self
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import parts
-from benchmarks.decoding import decoding_pair, filled_engine, random_vocabulary
+from benchmarks.decoding import decoding_pair, filled_batch, random_vocabulary
 from benchmarks.parts import glide_draft, parts_of_round, sums_ms
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.rounds import Rounds
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.runner import Runner
 from longspec.models.fused import can_fuse
@@ -32,7 +32,12 @@ def listed_pair() -> GlideMixin:
     return pair
 
 
-def stores(engine: Engine) -> list[Tensor]:
+def filled(pair: GlideMixin) -> Rounds:
+    batch, mode = filled_batch(Runner(pair), LENGTHS, "tree", OPTIONS)
+    return batch.state(mode, slice(0, len(LENGTHS)))
+
+
+def stores(engine: Rounds) -> list[Tensor]:
     """The caches of target and draft, with the heads as first dimension."""
     draft = glide_draft(engine.drafter)
     assert draft is not None
@@ -40,7 +45,7 @@ def stores(engine: Engine) -> list[Tensor]:
     return target + [store.movedim(1, 0) for store in (draft.cache.keys, draft.cache.values)]
 
 
-def played(engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
+def played(engine: Rounds) -> tuple[Tensor, Tensor, Tensor]:
     logits = engine.verify(engine.drafter.propose(engine.root, engine.cache))
     result = engine.round(torch.ones(len(LENGTHS), dtype=torch.bool))
     assert not engine.cache.faults.any()
@@ -62,7 +67,7 @@ def whole_state(like: State, states: list[State]) -> State:
     return whole
 
 
-def run_parts(engine: Engine) -> None:
+def run_parts(engine: Rounds) -> None:
     """Every part of a round runs on a rank's heads."""
     parts.captured_ms = lambda work: (work(), 1.0)[1]  # type: ignore[assignment]
     heads = engine.runner.config.num_attention_heads // RANKS
@@ -81,14 +86,14 @@ def main() -> None:
         torch.manual_seed(rank)
         assert can_fuse(pair)
         states = gathered({name: weight.clone() for name, weight in pair.state_dict().items()})
-        engine = filled_engine(Runner(pair), LENGTHS, "tree", OPTIONS)
+        engine = filled(pair)
         caches = gathered([store.clone() for store in stores(engine)])
         shared = (pair(TOKENS).logits, *played(engine))
         run_parts(engine)
     if rank == 0:
         whole = listed_pair()
         whole.load_state_dict(whole_state(whole.state_dict(), states), strict=False)
-        engine = filled_engine(Runner(whole), LENGTHS, "tree", OPTIONS)
+        engine = filled(whole)
         for store, halves in zip(stores(engine), zip(*caches, strict=True), strict=True):
             store.copy_(torch.cat(halves))
         torch.testing.assert_close(shared, (whole(TOKENS).logits, *played(engine)))

@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from longspec.errors import UserError
 from longspec.inference import generate as generate_module
 from longspec.inference.arguments import checked_drafting
-from longspec.inference.engine import engine
-from longspec.inference.engine.request_engine import RequestEngine
+from longspec.inference.engine import intake, request_engine
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Request
-from longspec.inference.engine_pool import PooledEngine
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.load_pair import load_model
 from longspec.inference.methods import AUTO, METHODS, Drafting
@@ -73,7 +73,7 @@ def outcome(model: GlideMixin, prompts: list[list[int]], **settings: Any) -> tup
 def answers(model: GlideMixin, method: str) -> list[list[int]]:
     """The engine's answers to the prompts and a sampled one, on two rows, one after a prefix of another."""
     drafting = checked_drafting(model, Drafting(method, (3, 4)), allow_untrained_draft=True)
-    engine = RequestEngine(model, drafting, 2, memory=2**27, prefill_chunk=8)
+    engine = RequestEngine(model, EngineSettings(drafting, 2, memory=2**27, prefill_chunk=8))
     engine.prepare()
     tokens: list[list[int]] = [[] for _ in range(5)]
     sampled = Sampling(1.0, min_p=0.05, seed=3) if method == "tree" else Sampling(frequency_penalty=1.0)
@@ -131,12 +131,13 @@ def fused(work: Path, target: str) -> dict[str, Any]:
 
 def plant_fault() -> None:
     """Let this rank draw other numbers than the others for FAULTY_SEED."""
-    restart = PooledEngine.restart
+    assign = Batch.assign
 
-    def faulty(self: PooledEngine, prompts: Any, lengths: Any, sampling: Any, seeds: list[int]) -> None:
-        restart(self, prompts, lengths, sampling, [FAULTY_SEED + 1] * 3 if seeds[0] == FAULTY_SEED else seeds)
+    def faulty(self: Batch, rows: Any, lengths: Any, samplings: Any, seeds: list[int], speculates: Any) -> None:
+        seeds = [FAULTY_SEED + 1] * len(rows) if seeds[0] == FAULTY_SEED else seeds
+        assign(self, rows, lengths, samplings, seeds, speculates)
 
-    PooledEngine.restart = faulty  # type: ignore[method-assign]
+    Batch.assign = faulty  # type: ignore[method-assign]
 
 
 def check_disagreement(work: Path, family: str) -> None:
@@ -156,8 +157,8 @@ CPU = torch.device("cpu")
 if __name__ == "__main__":
     torch.set_num_threads(1)
     work, ranks, families = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    generate_module.make_runner = choose_runner
-    engine.PREFILL_TOKENS = 15  # several chunks
+    request_engine.make_runner = choose_runner
+    intake.PREFILL_TOKENS = 15  # several chunks
     alone: dict[str, Any] = {}
     if launched_rank() == 0:
         alone = outcomes(work, families, "target") | sampled(work, families[0], "target")

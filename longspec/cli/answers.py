@@ -1,4 +1,4 @@
-"""Answers to many prompts, in batches of similar length. Neither interruptions nor ranks change the answers."""
+"""Answers to many prompts, some of them at a time. Neither interruptions nor ranks change the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
 from longspec.data.templates import check_embedded, encode_texts
 from longspec.errors import UserError
+from longspec.inference.answering import Listener
 from longspec.inference.device import device_name
+from longspec.inference.engine.requests import Tokens
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
@@ -28,7 +30,8 @@ from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
 SORTED_BATCHES = 16
-"""Number of batches whose prompts are sorted by length together. At most this many batches wait to be printed."""
+"""Prompts, as a multiple of those that are answered at a time, of which the longest starts first. Hardly more answers
+wait to be printed."""
 
 
 @dataclass
@@ -134,20 +137,6 @@ class PromptRun:
             raise ValueError("was written by another pair or with other options")
         return {"index": index}
 
-    def batches(self) -> Iterator[list[int]]:
-        """The numbers of each batch's prompts.
-
-        Within SORTED_BATCHES batches the longest prompts come first.
-        """
-        numbers = list(self.token_ids)
-        sorted_prompts = SORTED_BATCHES * self.batch_size
-        for first in range(0, len(numbers), sorted_prompts):
-            rows = numbers[first : first + sorted_prompts]
-            # Longest first: a batch that does not fit into memory fails at the start and not after hours.
-            by_length = sorted(rows, key=lambda row: len(self.token_ids[row]), reverse=True)
-            for start in range(0, len(rows), self.batch_size):
-                yield by_length[start : start + self.batch_size]
-
 
 def answer_prompts(
     run: PromptRun,
@@ -159,8 +148,8 @@ def answer_prompts(
 ) -> None:
     """Answer this rank's share of the prompts without a line, and leave all lines in the output.
 
-    The prompts of a batch and their seeds depend neither on earlier batches nor on the ranks, so the answers are those
-    of an uninterrupted single process. output: None is stdout, for a single process. report: called with the summary on
+    Each prompt has a seed of its own, and no answer depends on others, so the answers are those of an uninterrupted
+    single process. output: None is stdout, for a single process. report: called with the summary on
     rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
     """
     job = ResumableJob(
@@ -196,23 +185,28 @@ def _open(run: PromptRun, output: Path, overwrite: bool, replicas: Replicas) -> 
 
 
 def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> GenerationStats:
-    """Decode this rank's share of the batches with a prompt that has no line. Returns the statistics of all batches."""
+    """Answer this rank's share of the prompts without a line. Returns the statistics of all of them."""
     stats = GenerationStats()
 
-    def load(batch: list[int]) -> int:
-        return max(len(run.token_ids[row]) for row in batch) + run.sampling.max_new_tokens
-
-    def work(batch: list[int], count: Count) -> None:
+    def work(units: Iterator[int], count: Count) -> None:
         nonlocal stats
-        seeds = [row_seed(run.seed, row) for row in batch]
-        output = run.pair.generate([run.token_ids[row] for row in batch], run.sampling, seed=seeds)
-        stats = pool([stats, output.stats])
-        lines = [run.line(row, tokens.tolist()) for row, tokens in zip(batch, output.new_tokens, strict=True)]
-        new = results.add(lines)
-        count(sum(line["new_tokens"] for line in new), len(new))
+        own = list(units)
+        answers: list[list[int]] = [[] for _ in own]
 
-    missing = [batch for batch in run.batches() if not results.done.issuperset(batch)]
-    job.run(missing, load, work, len(results.done))
+        def take(row: int, event: Tokens) -> None:
+            answers[row] += event.ids
+
+        def finish(row: int) -> None:
+            new = results.add([run.line(own[row], answers[row])])
+            count(sum(line["new_tokens"] for line in new), len(new))
+
+        prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
+        listener = Listener(take, finish, job.is_stopped)
+        window = SORTED_BATCHES * run.batch_size
+        stats = run.pair.answer_all(prompts, run.sampling, seeds, run.batch_size, listener, window)
+
+    missing = [number for number in run.token_ids if number not in results.done]
+    job.run(missing, lambda number: len(run.token_ids[number]) + run.sampling.max_new_tokens, work, len(results.done))
     return stats
 
 

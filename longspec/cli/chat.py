@@ -84,17 +84,14 @@ def chat(
         with loading(pair or model):
             from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
             from longspec.cli.session import Session
-            from longspec.inference.process_group import shared_target
-            from longspec.signals import StopSignals
+            from longspec.inference.process_group import only_rank_zero
 
             name = choose_model(pair, model)
             sampling = SamplingOptions(
                 max_new_tokens, temperature, top_p, top_k, min_p, typical_p, epsilon_cutoff, token_options
             )
             drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
-            if tp_size > 1:  # only rank 0 goes on
-                stop = stack.enter_context(StopSignals(at_once=True))
-                stack.enter_context(shared_target(tp_size, device, stop))
+            stack.enter_context(only_rank_zero(tp_size, device))
             loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs)
             loaded.drafting = drafting
             note_plain_format(loaded)

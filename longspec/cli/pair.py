@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,13 +16,16 @@ from longspec.data.prompts import conversation_text
 from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
 from longspec.data.templates import encode_texts
 from longspec.errors import UserError
-from longspec.inference.arguments import check_sampling, end_tokens
-from longspec.inference.generate import GenerationOutput, generate
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.arguments import check_sampling, checked_drafting, end_tokens
+from longspec.inference.engine.requests import Request
+from longspec.inference.generate import GenerationOutput, generate, request_sampling
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
-from longspec.inference.methods import GLIDE_METHODS
+from longspec.inference.methods import GLIDE_METHODS, Drafting
 from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, check_filter, report_ignored
 from longspec.inference.request import ALWAYS
+from longspec.inference.stats import GenerationStats
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
@@ -94,12 +97,35 @@ class LoadedPair:
 
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
+        settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **self._arguments(sampling)}
+        return generate(self.model, prompts, **(settings | options))
+
+    def _arguments(self, sampling: SamplingOptions) -> dict[str, Any]:
+        """Sampling options as arguments of `longspec.generate`."""
         # `open_pair` has said which of them the target's generation config sets.
         ignored = {name: None for name in WITHOUT_FILE if name not in self.applied}
-        settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **ignored}
         given = {name: value for name, value in vars(sampling).items() if value is not None}
-        given |= with_word_ids(given.pop("token_options"), self.tokenizer)
-        return generate(self.model, prompts, **(settings | given | options))
+        return ignored | given | with_word_ids(given.pop("token_options"), self.tokenizer)
+
+    def answer_all(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingOptions,
+        seeds: Sequence[int],
+        max_rows: int,
+        listener: Listener,
+        window: int,
+    ) -> GenerationStats:
+        """Call `inference.answering.answer_all` on token ids. seeds: one per prompt."""
+        drafting = checked_drafting(self.model, Drafting(self.method, **self.drafting), False)
+        options, stop_ids = self._arguments(sampling), frozenset(self.stop_ids)
+        new_tokens, *shape = (options.pop(name) for name in ("max_new_tokens", "temperature", "top_p", "top_k"))
+        settings = request_sampling(self.model, options, stop_ids, *shape)
+        requests = [
+            Request(prompt, new_tokens, replace(settings, seed=seed), stop_ids)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        return answer_all(self.model, drafting, requests, max_rows, listener, window=window)
 
 
 def open_pair(

@@ -109,8 +109,7 @@ def serve(
     from longspec.inference.engine.requests import NotServing
     from longspec.inference.engine.scheduler import Scheduler
     from longspec.inference.options import FILE_OPTIONS
-    from longspec.inference.process_group import shared_target
-    from longspec.signals import StopSignals
+    from longspec.inference.process_group import only_rank_zero
 
     with extra("serve"):
         from longspec.inference.server.app import build_app
@@ -122,9 +121,7 @@ def serve(
     name = choose_model(pair, model)
     drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
     with ExitStack() as stack:
-        if tp_size > 1:  # only rank 0 goes on
-            stop = stack.enter_context(StopSignals(at_once=True))
-            stack.enter_context(shared_target(tp_size, device, stop))
+        stack.enter_context(only_rank_zero(tp_size, device))
         # A port in use is reported before the weights load, and clients that connect meanwhile wait.
         listening = stack.enter_context(listen(host, port, api_key))
         applied = FILE_OPTIONS if generation_config == "auto" else None

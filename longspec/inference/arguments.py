@@ -115,8 +115,8 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
     has_draft = model.draft_is_trained or allow_untrained_draft
     if method in GLIDE_METHODS and not has_draft:
         raise UserError(
-            f"method: {method!r} needs a trained draft, and this model has a fresh one; load one with "
-            'from_pretrained(..., glide_path=DRAFT), choose method="lookup", or pass allow_untrained_draft=True'
+            f"method: {method!r} needs a trained draft, and this model has a fresh one; load it with its draft "
+            "(--draft DRAFT, in Python glide_path=DRAFT or allow_untrained_draft=True), or choose method lookup"
         )
     check_draft_window(drafting, model.draft_model.window)
     shape = tuple(map(int, drafting.tree_shape)) if method in ("tree", AUTO) else ()
@@ -134,7 +134,7 @@ def check_drafting(drafting: Drafting, vocab_size: int) -> None:
         _check_tree_shape(drafting.tree_shape, vocab_size)
     if drafting.tree_nodes is not None:
         _check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
-    if method not in ("vanilla", "tree", AUTO):
+    if method not in ("vanilla", "tree"):
         _check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
 
 

@@ -92,6 +92,8 @@ class TargetCache:
 
     def narrow(self, rows: slice) -> TargetCache:
         """The consecutive `rows` as a cache that shares the tensors of this one."""
+        if rows == slice(0, len(self.lengths)):
+            return self
         part = copy(self)
         part.keys = self.keys[:, rows]
         part.values = self.values[:, rows]

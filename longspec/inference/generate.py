@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,9 +13,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from longspec.errors import UserError
-from longspec.inference.adaptive.auto_rounds import AutoRounds
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
-from longspec.inference.answering import answer_all
+from longspec.inference.answering import Listener, answer_all, answer_together
 from longspec.inference.arguments import (
     check_rows,
     check_sampling,
@@ -29,25 +26,16 @@ from longspec.inference.arguments import (
     prompt_batch,
     prompt_rows,
 )
-from longspec.inference.decoder import Decoder, Stops, Streamer
-from longspec.inference.engine.engine import Engine
-from longspec.inference.engine.kernel_key import kernel_key
 from longspec.inference.engine.request_engine import check_positive
-from longspec.inference.engine.requests import Request
-from longspec.inference.engine_pool import borrowed, engine_kind, rounded_room
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting, list_length, make_drafter
+from longspec.inference.engine.requests import Request, Tokens
+from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
 from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
-from longspec.inference.process_group import repeat_generation
 from longspec.inference.request import Sampling
-from longspec.inference.round_source import FixedRounds, RoundSource
-from longspec.inference.row_settings import RowSettings
-from longspec.inference.sampling import GREEDY_KIND, Sampler, row_seeds, sampling_kind
-from longspec.inference.select_runner import make_runner
+from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import ends_streamer
+from longspec.inference.streaming import Streamer, ends_streamer, new_token_sink
 from longspec.inference.token_options import token_settings, token_values
 from longspec.models.glide import GlideMixin, check_pair
-from longspec.models.target_files import position_limit
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +86,8 @@ def generate(
     gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
     set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (6 or 12 nodes on a
     CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
-    measures once per device (see `adaptive`); without a trained draft it does without trees.
+    measures once per device (see `adaptive`); without a trained draft it does without trees. Its trees have lookup
+    branches and at most tree_nodes nodes, and its lookup chains are of 4 and 15 tokens, or of gamma if that is not 4.
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
     follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
@@ -125,7 +114,6 @@ def generate(
     distribution is refused by name; in the generation config it is ignored with a warning (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
-    arguments = dict(locals())  # for the other ranks, if several share the target
     # All checks come before long work.
     check_pair(model)
     if method is None:
@@ -147,65 +135,55 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    arguments |= {"input_ids": input_ids, "attention_mask": attention_mask, "eos_token_id": sorted(eos_ids)}
-    config = model.generation_config
-    penalties = token_settings(token_values(options, config), eos_ids, model.config.vocab_size)
-    sampling = Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
+    sampling = request_sampling(model, options, eos_ids, temperature, top_p, top_k)
     check_seed(seed, len(rows))
     if batch_size is not None:
         check_positive(batch_size=batch_size)
         if streamer is not None or stopping_criteria:
             raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
-        requests = [
-            Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
-            for row, own in zip(rows, row_seeds(seed, len(rows), sampling.greedy), strict=True)
-        ]
-        answers: list[list[int]] = [[] for _ in rows]
-
-        def take(number: int, tokens: list[int], has_ended: bool) -> None:
-            answers[number] += tokens
-
-        stats = answer_all(model, drafting, requests, batch_size, take, attention, compile)
-        return _output(rows, answers, pad_id, model.lm_head.weight.device, stats)
-
-    seed = repeat_generation(generate, arguments)
-
-    started = time.perf_counter()
-    runner = make_runner(model, attention, compile)
-    device = runner.device
-    kind = sampling_kind([sampling])
-    stops = _stops(stopping_criteria, input_ids.to(device)) if stopping_criteria else None
+    seeds = row_seeds(seed, len(rows), sampling.greedy)
+    requests = [
+        Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
+        for row, own in zip(rows, seeds, strict=True)
+    ]
+    answers: list[list[int]] = [[] for _ in rows]
+    device = model.lm_head.weight.device
+    is_last = _stops(stopping_criteria, input_ids.to(device), answers) if stopping_criteria else None
+    stream = new_token_sink(streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
 
-    with torch.cuda.device_of(model.lm_head.weight):  # kernels are launched on the current device
-        prompts = _pad_right(rows, 0).to(device)
-        lengths = [len(row) for row in rows]
-        room = rounded_room(max(lengths) + max_new_tokens, position_limit(model.config))
+    def take(number: int, event: Tokens) -> int | None:
+        if stream is None and is_last is None:
+            answers[number] += event.ids
+            return None
+        for count, (token, origin) in enumerate(zip(event.ids, event.origins, strict=True), 1):
+            answers[number].append(token)
+            if stream is not None:
+                stream(token, origin)
+            if is_last is not None and is_last(number):
+                return count
+        return None
 
-        def build() -> RoundSource:
-            needs_none = kind == GREEDY_KIND
-            sampler = Sampler(kind, None if needs_none else RowSettings.allocate(len(rows), device, kind.penalties))
-            if method == AUTO:
-                plans = plans_for(drafting, device.type == "cpu")
-                drafters = PlanDrafters(runner, len(rows), sampler.drafting(), plans, drafting)
-                engine = Engine(runner, drafters, sampler, prompts, lengths, room - max(lengths))  # type: ignore[arg-type]
-                return AutoRounds(engine, drafters, room)
-            drafter = make_drafter(drafting, runner, len(rows), sampler.drafting())
-            engine = Engine(runner, drafter, sampler, prompts, lengths, room - max(lengths))
-            return FixedRounds(engine)
+    if batch_size is None:
+        stats = answer_together(model, drafting, requests, Listener(take), attention, compile)
+    else:
+        stats = answer_all(model, drafting, requests, batch_size, Listener(take), attention, compile)
+    return _output(rows, answers, pad_id, device, stats)
 
-        kernels = kernel_key(runner, drafting, kind, len(rows), room)
-        with borrowed(engine_kind(kernels, runner), room, runner, build, list_length(model, drafting)) as pooled:
-            pooled.restart(prompts, lengths, sampling, row_seeds(seed, len(rows), sampling.greedy))
-            decoder = Decoder(pooled.engine, max_new_tokens, eos_ids, streamer, stops)
-            decoder.stats.tree_shape = tuple(drafting.tree_shape)
-            decoder.stats.tree_nodes = pooled.engine.drafter.nodes if method == "tree" else 0
-            decoder.stats.build_s = time.perf_counter() - started
-            decoder.run(pooled.source)
-            pooled.reusable = decoder.finite
 
-    return _output(rows, decoder.new_tokens, pad_id, device, decoder.stats)
+def request_sampling(
+    model: GlideMixin,
+    options: Mapping[str, Any],
+    eos_ids: Collection[int],
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> Sampling:
+    """The sampling settings of requests without a seed. options: as for `generate`. Raises UserError."""
+    config = model.generation_config
+    penalties = token_settings(token_values(options, config), eos_ids, model.config.vocab_size)
+    return Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
 
 
 def _output(
@@ -230,12 +208,15 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
 
 
-def _stops(criteria: Sequence[StoppingCriteria], input_ids: Tensor) -> Stops:
-    """Call each criterion on a single row: its prompt as passed in, and its new tokens."""
+def _stops(
+    criteria: Sequence[StoppingCriteria], input_ids: Tensor, answers: Sequence[Sequence[int]]
+) -> Callable[[int], bool]:
+    """Whether a criterion ends a row at its newest token. It sees a single row: its prompt as passed in, and `answers`
+    of the row."""
 
-    def stops(row: int, new_tokens: Sequence[int]) -> bool:
+    def stops(row: int) -> bool:
         # transformers' criteria see the padded prompt, as in its own `generate`.
-        ids = torch.cat([input_ids[row], input_ids.new_tensor(new_tokens)])[None]
+        ids = torch.cat([input_ids[row], input_ids.new_tensor(answers[row])])[None]
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
 
     return stops

@@ -24,7 +24,6 @@ def load_pair(
     draft: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
-    attn_implementation: str | None = None,
     chat_template_kwargs: TemplateArguments = None,
 ) -> tuple[GlideMixin, Any]:
     """A pair in evaluation mode on its device, and the target's tokenizer.
@@ -49,7 +48,7 @@ def load_pair(
         stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
         eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids or None
 
-    model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device, attn_implementation)
+    model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device)
     ids = {"eos_token_id": eos_token_id, "pad_token_id": pair.pad_token_id}
     model.set_token_ids(**{name: value for name, value in ids.items() if value is not None})
     return model, tokenizer
@@ -64,13 +63,7 @@ def check_loadable(config: PreTrainedConfig, target: str) -> None:
         check_shared(config, ranks, target)
 
 
-def load_model(
-    target: str,
-    draft: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    attn_implementation: str | None = None,
-) -> GlideMixin:
+def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch.device) -> GlideMixin:
     """A pair in evaluation mode on its device, or this rank's part of it if ranks share the target.
 
     target, draft: folders or hub ids; None is the draft that was saved with the target, else a fresh one, the same on
@@ -81,15 +74,13 @@ def load_model(
     return on_every_rank(lambda: _load(**arguments))
 
 
-def _load(
-    target: str, draft: str | None, dtype: torch.dtype, device: torch.device, attn_implementation: str | None
-) -> GlideMixin:
+def _load(target: str, draft: str | None, dtype: torch.dtype, device: torch.device) -> GlideMixin:
     """This rank's part of `load_model`."""
     model_class = family_class(read_config(target), target)
     ranks = model_parallel_rank_and_size()[1]
     if ranks > 1:
         torch.manual_seed(0)  # for a fresh draft
-    model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype, attn_implementation=attn_implementation)
+    model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype)
     if ranks > 1:
         split_draft(model)
     return model.to(device).eval()  # type: ignore[arg-type]

@@ -24,6 +24,8 @@ AUTO = "auto"
 """The method that chooses between vanilla, lookup and draft trees before each round (see `adaptive`)."""
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
+DEFAULT_GAMMA = 4
+"""Tokens of a chain."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Drafting:
 
     method: str
     tree_shape: Sequence[int] = DEFAULT_SHAPE
-    gamma: int = 4
+    gamma: int = DEFAULT_GAMMA
     tree_rule: str = TREE_RULES[0]
     tree_nodes: int | None = None
     lookup_branches: bool = False

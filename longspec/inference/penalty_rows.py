@@ -78,7 +78,7 @@ class PenaltyRows:
         if self.history.shape[1] < capacity:
             self.history = self.history.new_zeros(len(self.history), capacity)
 
-    def assign(self, rows: slice, samplings: Sequence[Sampling]) -> None:
+    def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling]) -> None:
         """Set the penalties of some rows, without waiting for the device."""
         count, (most, width) = len(samplings), self.rule_contexts.shape[1:]
         tokens, ends = torch.zeros(2, count, most, dtype=torch.long)

@@ -11,15 +11,15 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.device import choose_device
@@ -44,8 +44,6 @@ class Call(NamedTuple):
     """Whether rank 0 has ended with an error."""
 
 
-ONLY_RANK_ZERO = ("model", "streamer", "stopping_criteria", "options")
-"""Arguments of `generate` that are not sent to the other ranks as they are."""
 _leads = False
 """Whether other ranks repeat the calls of this process."""
 
@@ -95,6 +93,16 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
     _disconnect()
     if rank > 0:
         raise SystemExit(0)
+
+
+@contextmanager
+def only_rank_zero(tp_size: int, device: str | None) -> Iterator[None]:
+    """`shared_target` for a command that does not wait for stop signals: one ends it at once."""
+    if tp_size == 1:
+        yield
+        return
+    with StopSignals(at_once=True) as stop, shared_target(tp_size, device, stop):
+        yield
 
 
 @contextmanager
@@ -204,14 +212,14 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any], names: Collection[str]) -> T:
     """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of the methods `names`.
 
-    Arguments are sent pickled; each rank keeps its own results. The result of `build` loses this with `end_calls`.
+    Arguments are sent pickled; each rank keeps its own results. `end_calls` ends this.
     """
     if _leads:
         _broadcast(Call(_repeat, {"build": build, "arguments": arguments}))
     built = build(model, **arguments)
     if _leads:
         for name in names:
-            setattr(built, name, partial(_send_and_call, getattr(built, name)))
+            setattr(built, name, partial(_send_and_call, MethodType(getattr(type(built), name), built)))
     return built
 
 
@@ -249,23 +257,3 @@ def on_every_rank(compute: Callable[[], T]) -> T:
         if reported is not None:
             raise UserError(reported)
     return results[0]
-
-
-def repeat_generation(generate: Callable[..., Any], arguments: Mapping[str, Any]) -> int | Sequence[int] | None:
-    """Let the other ranks make the same call of `generate`. Returns the seed, which is the same on all ranks.
-
-    arguments: all of `generate`'s, by name. Without other ranks there is no effect. Raises UserError for arguments that
-    ranks could read differently.
-    """
-    seed: int | Sequence[int] | None = arguments["seed"]
-    if not _leads:
-        return seed
-    if arguments["stopping_criteria"]:
-        raise UserError("stopping_criteria: not supported by ranks that share a target; use eos_token_id")
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
-    sent = {name: value for name, value in arguments.items() if name not in ONLY_RANK_ZERO}
-    sent |= arguments["options"] | {"seed": seed}
-    on_host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sent.items()}
-    _broadcast(Call(generate, on_host))
-    return seed

@@ -54,7 +54,7 @@ class RowSettings:
         index = FIELDS.index(name)
         return self.numbers[index] if index < 2 else self.numbers[index].view(torch.float64)
 
-    def assign(self, rows: slice, samplings: Sequence[Sampling], seeds: Sequence[int]) -> None:
+    def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling], seeds: Sequence[int]) -> None:
         """Set the settings of some rows, without waiting for the device.
 
         seeds: 0 to 2^64 - 1; they replace those of `samplings`.

@@ -1,4 +1,4 @@
-"""The end of a stream, which its reader waits for."""
+"""Streamers: what they receive, and the end, which their readers wait for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,39 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from longspec.inference.origins import Origin
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _STREAMING: ContextVar[Any] = ContextVar("streamer", default=None)
 """The streamer that an outer call ends."""
+
+
+class Streamer(Protocol):
+    """transformers' streamer interface, with an optional third method.
+
+    If a streamer has `put_from(value: Tensor, origin: Origin) -> None`, it receives the new tokens through it, and only
+    the prompt through `put`.
+    """
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def new_token_sink(streamer: Streamer | None) -> Callable[[int, Origin], object] | None:
+    """What gives a new token to a streamer; None without one."""
+    if streamer is None:
+        return None
+    if put_from := getattr(streamer, "put_from", None):
+        return lambda token, origin: put_from(torch.tensor([token]), origin)
+    return lambda token, origin: streamer.put(torch.tensor([token]))
 
 
 def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:

@@ -18,7 +18,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_stopping, check_token_ids
-from longspec.inference.decoder import Streamer
 from longspec.inference.generate import generate
 from longspec.inference.options import (
     CACHES,
@@ -30,7 +29,7 @@ from longspec.inference.options import (
     report_ignored,
 )
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import ends_streamer
+from longspec.inference.streaming import Streamer, ends_streamer
 from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, token_values
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens

@@ -6,9 +6,10 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,15 +59,15 @@ class ResumableJob:
         self,
         units: Sequence[Unit],
         load: Callable[[Unit], int],
-        work: Callable[[Unit, Count], object],
+        work: Callable[[Iterator[Unit], Count], object],
         done: int,
         label: str | None = None,
     ) -> None:
         """Do this rank's share of the units. All ranks must call it with the same units.
 
-        load: the work of a unit, to be balanced over ranks. done: number of items that have a result. label: of the
-        progress bar. Returns once all ranks have finished, after the running unit once a rank has received a stop
-        signal, or once another rank has ended.
+        load: of a unit, to be balanced over ranks. work: called with this rank's units, which end once a rank has
+        received a stop signal. done: number of items that have a result. label: of the progress bar. Returns once all
+        ranks have finished, or once another rank has ended.
         """
         start = time.perf_counter()
         self.replicas.start_counts()
@@ -79,11 +80,13 @@ class ResumableJob:
                 bar.update(self.replicas.count(ITEMS, items) - bar.n)
 
             count(0, done if self.replicas.rank == 0 else 0)
-            for index in self.replicas.share([load(unit) for unit in units]):
-                if self.replicas.stopped(self.stop):
-                    break
-                work(units[index], count)
+            share = (units[index] for index in self.replicas.share([load(unit) for unit in units]))
+            work(takewhile(lambda unit: not self.is_stopped(), share), count)
             self.is_lost = not self.replicas.meet(self.stop, count)
+
+    def is_stopped(self) -> bool:
+        """Whether a rank has received a stop signal."""
+        return self.replicas.stopped(self.stop)
 
     def end(self, done: int) -> None:
         """Raise SystemExit if a rank has received a stop signal or has ended, after one line of the launch about it.

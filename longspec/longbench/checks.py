@@ -94,7 +94,9 @@ def check_batch_memory(
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
-    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: MOST_NODES - 1}.get(options.method, options.gamma)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(MOST_NODES - 1, options.gamma)}.get(
+        options.method, options.gamma
+    )
     # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts)
     rows = min(options.batch_size, len(prompts))

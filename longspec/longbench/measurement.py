@@ -6,6 +6,7 @@ Under torchrun each rank runs a share of the batches. The rows of a batch and th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -105,16 +106,17 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
         # The positions of the longest row.
         return max(len(prompts[index].token_ids) for index in batch) + plan.max_new_tokens
 
-    def work(batch: range, count: Count) -> None:
-        rows = prompts[batch.start : batch.stop]
-        # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
-        seed = [row_seed(plan.options.seed, index) for index in batch]
-        output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
-        answers = [
-            _result(prompt, new_tokens.tolist(), plan.tokenizer)
-            for prompt, new_tokens in zip(rows, output.new_tokens, strict=True)
-        ]
-        count(0, len(results.add(batch_lines(answers, output.stats, batch.start))))
+    def work(own: Iterator[range], count: Count) -> None:
+        for batch in own:
+            rows = prompts[batch.start : batch.stop]
+            # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
+            seed = [row_seed(plan.options.seed, index) for index in batch]
+            output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
+            answers = [
+                _result(prompt, new_tokens.tolist(), plan.tokenizer)
+                for prompt, new_tokens in zip(rows, output.new_tokens, strict=True)
+            ]
+            count(0, len(results.add(batch_lines(answers, output.stats, batch.start))))
 
     missing = [batch for batch in batches if not results.done.issuperset(batch)]
     job.run(missing, load, work, len(results.done), f"{plan.options.task}, {plan.options.method}")

@@ -135,6 +135,7 @@ class EvaluationPlan:
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
             **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
+            **self._own_limits(),
             # Absent for a target on one device, whose folders keep their names.
             **({"tp_size": options.tp_size} if options.tp_size > 1 else {}),
             **options.token_options,
@@ -150,6 +151,11 @@ class EvaluationPlan:
             "device": device_name(self.device),
             "versions": versions(),
         }
+
+    def _own_limits(self) -> dict[str, Any]:
+        """What the user sets of the plans of "auto". Runs without it keep their folders."""
+        names = ("gamma", "tree_nodes") if self.options.method == AUTO else ()
+        return {name: value for name in names if (value := getattr(self.options, name)) != self.options.defaults[name]}
 
     def _draft_identity(self) -> dict[str, Any]:
         # A draft that is given but not used does not change the results.

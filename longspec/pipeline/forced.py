@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.sampling import Sampler
 from longspec.inference.select_runner import make_runner
@@ -56,7 +56,7 @@ def forced_acceptance(
     runner = make_runner(model, "auto", True)
     drafter = TreeDrafter(runner, len(rows), shape, sampler, "descend")
     new_tokens = max(len(text) - length for text, length in zip(texts, prompt_lengths, strict=True))
-    engine = Engine(runner, drafter, sampler, rows[:, : max(prompt_lengths)], prompt_lengths, new_tokens)
+    engine = StaticBatch(runner, drafter, sampler, rows[:, : max(prompt_lengths)], prompt_lengths, new_tokens)
     engine.prefill()
 
     sums = {"rounds": 0.0, "tokens": 0.0, "bound": 0.0}

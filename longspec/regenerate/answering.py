@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from longspec.inference.answering import answer_all
-from longspec.inference.engine.requests import Request
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling, row_seed
 from longspec.models.glide import GlideMixin
@@ -52,8 +52,8 @@ class Answerer:
             for number, answer in enumerate(answers)
         ]
 
-        def take(number: int, tokens: list[int], has_ended: bool) -> None:
-            answers[number].tokens += tokens
-            progress(len(tokens), int(has_ended))
+        def take(number: int, event: Tokens) -> None:
+            answers[number].tokens += event.ids
+            progress(len(event.ids), 0)
 
-        answer_all(self.model, self.drafting, requests, self.batch_size, take)
+        answer_all(self.model, self.drafting, requests, self.batch_size, Listener(take, lambda number: progress(0, 1)))

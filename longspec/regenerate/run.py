@@ -6,7 +6,7 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -67,10 +67,15 @@ def regenerate(
             done = shards.total - sum(len(shards.range(shard)) for shard in missing)
             # A stop signal ends the process at once.
             job = ResumableJob(shards.total, "prompt", shards.output, StopSignals(), replicas)
-            job.run(missing, run.load, partial(_write_shard, writer, shards), done, settings.split)
+            job.run(missing, run.load, partial(_write_shards, writer, shards), done, settings.split)
             if job.is_lost:
                 raise LostRank(replicas)
         return shards.merge() if replicas.rank == 0 else None
+
+
+def _write_shards(writer: Writer, shards: SplitShards, own: Iterable[int], count: Count) -> None:
+    for shard in own:
+        _write_shard(writer, shards, shard, count)
 
 
 def _write_shard(writer: Writer, shards: SplitShards, shard: int, count: Count) -> None:

@@ -17,13 +17,15 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool
-from longspec.inference.adaptive import auto_rounds, measurement
-from longspec.inference.adaptive.auto_rounds import AutoRounds
+from longspec.inference.adaptive import measurement
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
+from longspec.inference.engine import batch as batch_module
+from longspec.inference.engine.batch import Batch, Mode
+from longspec.inference.engine.rounds import Rounds
 from longspec.inference.methods import Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
@@ -88,7 +90,7 @@ def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
     """A chi-square test of three tokens, over all 64 outcomes."""
     names = ("vanilla", "lookup 5", "lookup 16", "tree 5 of 2 levels", "tree 7 of 3 levels")
     times = RoundTimes((64, 1024), dict.fromkeys(names, (1.0, 2.0)), 0.1)
-    monkeypatch.setattr(AutoRounds, "measure", lambda self: times)
+    monkeypatch.setattr(batch_module, "measure_times", lambda *_: times)
     model = make_pair(tmp_path, vocab_size=4, num_hidden_layers=2, options=DraftOptions(window=32))
     prompt, rows = torch.tensor([3, 1, 0, 2, 2, 1, 3]), 1024
     settings = SETTINGS | {"tree_shape": (2, 2, 2), "tree_rule": tree_rule, "max_new_tokens": 3}
@@ -112,23 +114,24 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
     """The ring is left behind while other plans play, and filled again before the next tree."""
     model = make_pair(tmp_path, options=DraftOptions(window=16), initializer_range=0.1)
     ids, _, (row,) = prompts(40)
-    play = AutoRounds.play_plan
+    play = Batch.play
     checked = []
 
-    def checking(self: AutoRounds, plan: Plan, active: Tensor) -> Any:
-        result = play(self, plan, active)
-        if plan.kind == "tree":
-            draft, length = self.drafters.draft, int(self.engine.cache.lengths[0])
+    def checking(self: Batch, mode: Mode, size: int) -> Any:
+        result = play(self, mode, size)
+        assert mode.plan is not None and isinstance(self.drafter, PlanDrafters)
+        if mode.plan.kind == "tree":
+            draft, length = self.drafter.draft, int(self.cache.lengths[0])
             assert draft is not None
             ring = draft.cache.keys.clone()
-            self.drafters.refill(self.engine.cache.lengths)
+            self.drafter.refill(self.cache.lengths)
             positions = torch.arange(max(0, length - 16), length) % 16
             torch.testing.assert_close(ring[:, :, positions], draft.cache.keys[:, :, positions])
-            assert self.drafters.history.history[0, :length].tolist() == (row.tolist() + tokens)[:length]
+            assert self.drafter.history.history[0, :length].tolist() == (row.tolist() + tokens)[:length]
             checked.append(length)
         return result
 
-    monkeypatch.setattr(AutoRounds, "play_plan", checking)
+    monkeypatch.setattr(Batch, "play", checking)
     tokens = target_greedy(model, row, 80)  # the last round can go past the limit
     assert generate(model, ids, **(SETTINGS | {"max_new_tokens": 60})).new_tokens[0].tolist() == tokens[:60]
     assert len(checked) > 3
@@ -155,14 +158,14 @@ def test_times_are_measured_once_and_damaged_files_replaced(
     model = make_pair(tmp_path / "pair", initializer_range=0.1)
     ids, _, _ = prompts(20)
     measured = []
-    measure = AutoRounds.measure
+    measure = batch_module.measure_times
 
-    def counted(self: AutoRounds) -> RoundTimes:
+    def counted(*arguments: Any) -> RoundTimes:
         measured.append(1)
         # Fixed times, so that every call chooses the same plans.
-        return RoundTimes((64, 1024), {name: (1.0, 2.0) for name in measure(self).seconds}, 0.1)
+        return RoundTimes((64, 1024), {name: (1.0, 2.0) for name in measure(*arguments).seconds}, 0.1)
 
-    monkeypatch.setattr(AutoRounds, "measure", counted)
+    monkeypatch.setattr(batch_module, "measure_times", counted)
 
     def tokens() -> list[int]:
         engine_pool.release(model)
@@ -214,13 +217,13 @@ def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch:
     model = make_pair(tmp_path / "pair")
     ids, _, _ = prompts(20)
     lengths = []
-    target = auto_rounds.Rounds.round
+    target = Rounds.round
 
-    def counted(self: auto_rounds.Rounds, active: Tensor) -> Any:
+    def counted(self: Rounds, active: Tensor) -> Any:
         lengths.append(int(self.cache.lengths[0]))
         return target(self, active)
 
-    monkeypatch.setattr(auto_rounds.Rounds, "round", counted)
+    monkeypatch.setattr(Rounds, "round", counted)
     generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
     rounds = (1 + measurement.REPLAYS) * len(plans_for(Drafting("auto", (3, 6, 6)), on_cpu=True))
     assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)

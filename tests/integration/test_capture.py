@@ -13,9 +13,9 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool
-from longspec.inference import generate as generate_module
+from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine import capture as capture_module
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
 from longspec.inference.select_runner import _log_plain, make_runner
@@ -67,12 +67,12 @@ def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: 
     ids, mask, rows = prompts(*lengths)
     truth = torch.tensor([target_greedy(model, row, new + 8) for row in rows]).cuda()
     plan = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
-    make_drafter = generate_module.make_drafter
+    make_drafter = batch_module.make_drafter
 
     def make_oracle(*args: object) -> DeviceOracle:
         return DeviceOracle(make_drafter(*args), SHAPE, lengths, truth, plan, VOCAB)
 
-    monkeypatch.setattr(generate_module, "make_drafter", make_oracle)
+    monkeypatch.setattr(batch_module, "make_drafter", make_oracle)
     out = generate(model, ids, mask, tree_shape=SHAPE, max_new_tokens=new)
     assert [row.tolist() for row in out.new_tokens] == truth[:, :new].tolist()
     assert out.stats.mean_acceptance_length > 2.5
@@ -95,7 +95,7 @@ def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
         runner, sampler = make_runner(model, "auto", compiled=True), GREEDY
         assert runner.capturable
         drafter = make_drafter(Drafting(method, SHAPE), runner, 2, sampler)
-        engines.append(Engine(runner, drafter, sampler, ids, [90, 7], max_new_tokens=60))
+        engines.append(StaticBatch(runner, drafter, sampler, ids, [90, 7], max_new_tokens=60))
     captured, eager = engines
     capture_module.warm_up(captured)
     assert torch.equal(captured.prefill(), eager.prefill())

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from longspec.cli import output as console_output
 from longspec.cli import pair as pairs
+from longspec.cli.answers import PromptRun
 from longspec.cli.app import app
 from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
@@ -176,18 +177,18 @@ def test_a_terminal_shows_texts_and_a_pipe_gets_json(target: Path, monkeypatch: 
     assert shown[0].endswith(" ...\n") and "{" not in shown[0] and "\x1b" not in shown[0]
 
 
-def test_a_stop_signal_ends_a_run_after_its_batch(
+def test_a_stop_signal_ends_a_run_after_the_answers_that_have_begun(
     target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ["generate", prompts, "--model", target, "--batch_size", 1, "--max_new_tokens", 4]
     invoke(*given, "--output", tmp_path / "whole.jsonl")
-    real, out = pairs.LoadedPair.generate, tmp_path / "out.jsonl"
+    real, out = PromptRun.line, tmp_path / "out.jsonl"
 
-    def signalled(self: Any, *args: Any, **options: Any) -> Any:
+    def signalled(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, *args, **options)
+        return real(*arguments)
 
-    monkeypatch.setattr(pairs.LoadedPair, "generate", signalled)
+    monkeypatch.setattr(PromptRun, "line", signalled)
     result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
     assert f"stopped by SIGTERM: 1 of 9 prompts are done, in {out}; the same command continues" in result.stderr
     # On stdout, the answer does not wait for those of earlier prompts any more.
@@ -200,13 +201,13 @@ def test_a_stop_signal_ends_a_run_after_its_batch(
 
 def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    real = pairs.LoadedPair.generate
+    real = pairs.LoadedPair.answer_all
 
-    def noted(self: Any, rows: list[list[int]], *rest: Any, **options: Any) -> Any:
+    def noted(self: Any, rows: list[list[int]], *rest: Any) -> Any:
         asked.extend(rows)
-        return real(self, rows, *rest, **options)
+        return real(self, rows, *rest)
 
-    monkeypatch.setattr(pairs.LoadedPair, "generate", noted)
+    monkeypatch.setattr(pairs.LoadedPair, "answer_all", noted)
     given = ["generate", "-", "--model", target, "--max_new_tokens", 2]
     output = invoke(*given, input="hello\n").stdout
     assert json.loads(output)["prompt"] == "hello" and json.loads(output)["finish_reason"] == "length"

@@ -176,10 +176,9 @@ def test_api_reference_describes_the_public_names(tmp_path: Path, monkeypatch: p
 
 
 EQUAL_TIMES = """
-from longspec.inference.adaptive.auto_rounds import AutoRounds
 from longspec.inference.adaptive.time_cache import RoundTimes
-times = lambda rounds: RoundTimes((64, 128), {plan.name: (1.0, 1.0) for plan in rounds.drafters.plans}, 0.0)
-AutoRounds.measure = times
+from longspec.inference.engine import batch
+batch.measure_times = lambda _, rounds, *__: RoundTimes((64, 128), {plan.name: (1.0, 1.0) for plan in rounds}, 0.0)
 """
 """Makes rounds of all plans equally long. On a busy machine, measured times can make vanilla the fastest plan."""
 

@@ -9,7 +9,6 @@ from pairs import make_pair
 from longspec.inference.engine import draft_starter
 from longspec.inference.engine.batch import Batch
 from longspec.inference.methods import AUTO, Drafting
-from longspec.inference.sampling import GREEDY_KIND
 from longspec.inference.select_runner import make_runner
 
 PROMPTS = {2: 70, 0: 9, 1: 1}
@@ -38,6 +37,6 @@ def test_captured_starts_equal_eager_ones(
         prompt = torch.randint(0, model.config.vocab_size, (1, count), generator=generator).to(device)
         for starter in (captured, eager):
             starter.start(slice(row, row + 1), prompt, [count])
-    states = [batch.drafters[GREEDY_KIND].row_states() for batch in batches]
+    states = [batch.drafter.row_states() for batch in batches]
     assert states[0] and any(state.any() for state in states[0])
     torch.testing.assert_close(*states, rtol=0, atol=0)

@@ -9,7 +9,7 @@ from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW
@@ -45,7 +45,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
     oracle = oracle_tree(model, truth, lengths, PLAN)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = Engine(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
+    engine = StaticBatch(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
     assert engine.prefill().tolist() == [row[0] for row in truth]
     at = [0, 0, 0]
     for planned in PLAN:
@@ -59,7 +59,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
             check_row(model, engine, oracle, b, torch.cat([prompts[b], torch.tensor(truth[b][: at[b]], device=device)]))
 
 
-def check_row(model: GlideMixin, engine: Engine, oracle: Oracle, b: int, read: Tensor) -> None:
+def check_row(model: GlideMixin, engine: StaticBatch, oracle: Oracle, b: int, read: Tensor) -> None:
     """`read`: the tokens before the root. Target cache against a full forward, ring against fresh projections."""
     length = len(read)
     newest = model.model(read[None]).last_hidden_state[0, -1]
@@ -79,7 +79,7 @@ def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
     prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
     truth = [target_greedy(model, row, 20) for row in prompts]
     oracle = oracle_tree(model, truth, [12, 12], [[3, 3]])
-    engine = Engine(Runner(model), oracle, GREEDY, prompts, [12, 12], max_new_tokens=20)
+    engine = StaticBatch(Runner(model), oracle, GREEDY, prompts, [12, 12], max_new_tokens=20)
     assert engine.prefill().tolist() == [row[0] for row in truth]
     ring = oracle.drafter.draft.cache
     kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()

@@ -17,7 +17,8 @@ from longspec.errors import UserError
 from longspec.inference import engine_pool, process_group
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import kernel_key
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.methods import METHODS
 from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin
@@ -41,28 +42,28 @@ def without_pool(model: GlideMixin, ids: Tensor, **settings: Any) -> list[list[i
     return new
 
 
-def idle(model: GlideMixin) -> list[engine_pool.PooledEngine]:
+def idle(model: GlideMixin) -> list[Batch]:
     return engine_pool._idle.get(model, [])
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
     """The engines that were built."""
-    engines: list[Engine] = []
-    init = Engine.__init__
+    engines: list[Batch] = []
+    init = Batch.__init__
 
-    def noted(self: Engine, *arguments: Any) -> None:
+    def noted(self: Batch, *arguments: Any) -> None:
         engines.append(self)
         init(self, *arguments)
 
-    monkeypatch.setattr(Engine, "__init__", noted)
+    monkeypatch.setattr(Batch, "__init__", noted)
     yield engines
     engines.clear()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_second_call_builds_nothing_and_emits_the_same_tokens(
-    tmp_path: Path, method: str, built: list[Engine]
+    tmp_path: Path, method: str, built: list[Batch]
 ) -> None:
     """Other prompts, seeds and limits; a stale prefix, ring or history would show."""
     model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1)
@@ -80,7 +81,7 @@ def test_a_second_call_builds_nothing_and_emits_the_same_tokens(
         assert len(built) == 1
 
 
-def test_calls_without_a_seed_follow_torchs_generator(tmp_path: Path, built: list[Engine]) -> None:
+def test_calls_without_a_seed_follow_torchs_generator(tmp_path: Path, built: list[Batch]) -> None:
     model = make_pair(tmp_path, initializer_range=0.1)
     drawn = []
     for seed in (5, 6, 5):
@@ -89,7 +90,7 @@ def test_calls_without_a_seed_follow_torchs_generator(tmp_path: Path, built: lis
     assert drawn[0] == drawn[2] != drawn[1] and len(built) == 1
 
 
-def test_engines_of_other_kinds_are_not_shared(tmp_path: Path, built: list[Engine]) -> None:
+def test_engines_of_other_kinds_are_not_shared(tmp_path: Path, built: list[Batch]) -> None:
     """Everything that a captured round has baked in makes another kind, and so do replaced weights."""
     model = make_pair(tmp_path)
     ids = prompt(9)
@@ -120,7 +121,7 @@ def test_engines_of_other_kinds_are_not_shared(tmp_path: Path, built: list[Engin
     assert len(built) == len(variants) + 4
 
 
-def test_weights_that_change_in_place_take_effect(tmp_path: Path, built: list[Engine]) -> None:
+def test_weights_that_change_in_place_take_effect(tmp_path: Path, built: list[Batch]) -> None:
     model = make_pair(tmp_path)
     before = tokens(model, prompt(9))
     model.lm_head.weight.data.neg_()
@@ -129,7 +130,7 @@ def test_weights_that_change_in_place_take_effect(tmp_path: Path, built: list[En
     assert len(built) == 1
 
 
-def test_a_vocabulary_and_a_head_that_change_take_effect(tmp_path: Path, built: list[Engine]) -> None:
+def test_a_vocabulary_and_a_head_that_change_take_effect(tmp_path: Path, built: list[Batch]) -> None:
     """In place, and by a list of another length."""
     model = make_pair(tmp_path)
     model.draft_model.set_vocabulary(torch.arange(0, 40, 2))
@@ -159,7 +160,7 @@ def test_a_faulty_call_leaves_no_nan_to_the_next_one(tmp_path: Path) -> None:
     assert tokens(model, prompt(9), method="magicdec") == expected
 
 
-def test_an_engine_in_use_is_not_shared(tmp_path: Path, built: list[Engine]) -> None:
+def test_an_engine_in_use_is_not_shared(tmp_path: Path, built: list[Batch]) -> None:
     """Two threads decode different prompts at the same time; a third call nests in the second one's streamer."""
     model = make_pair(tmp_path)
     barrier = Barrier(2)
@@ -192,8 +193,8 @@ def test_idle_engines_go_with_the_model_and_own_no_weights(tmp_path: Path) -> No
     model = make_pair(tmp_path)
     tokens(model, prompt(9))
     (pooled,) = idle(model)
-    cache, weight = weakref.ref(pooled.engine.cache), weakref.ref(model.lm_head.weight)
-    assert not hasattr(pooled.engine.runner, "model")
+    cache, weight = weakref.ref(pooled.cache), weakref.ref(model.lm_head.weight)
+    assert not hasattr(pooled.runner, "model")
     del pooled
     del model
     gc.collect()
@@ -201,13 +202,14 @@ def test_idle_engines_go_with_the_model_and_own_no_weights(tmp_path: Path) -> No
 
 
 def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Engine]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Batch]
 ) -> None:
     model = make_pair(tmp_path)
     tokens(model, prompt(9))
     (pooled,) = idle(model)
-    size = pooled.bytes
-    assert size >= pooled.engine.cache.keys.nbytes + pooled.engine.cache.values.nbytes
+    assert pooled.pooled is not None
+    size = pooled.pooled.bytes
+    assert size >= pooled.cache.keys.nbytes + pooled.cache.values.nbytes
     # Room for two engines, in a quarter of the memory that is free without them.
     monkeypatch.setattr(engine_pool, "free_bytes", lambda device: int((2.5 / engine_pool.IDLE_SHARE - 3) * size))
     for shape in ((2, 2), (2, 3)):
@@ -215,15 +217,15 @@ def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
     assert len(idle(model)) == 2 and pooled not in idle(model)
 
     # Memory runs out once in a prefill: the idle engines are freed, and the call succeeds.
-    prefill = Engine.prefill
+    read = PromptReader.read
     failures = [torch.OutOfMemoryError("out of memory")]
 
-    def fails_once(self: Engine) -> Tensor:
+    def fails_once(*arguments: Any) -> Tensor:
         if failures:
             raise failures.pop()
-        return prefill(self)
+        return read(*arguments)
 
-    monkeypatch.setattr(Engine, "prefill", fails_once)
+    monkeypatch.setattr(PromptReader, "read", fails_once)
     assert tokens(model, prompt(9)) == [target_greedy(model, prompt(9)[0], 12)]
     assert len(idle(model)) == 1
 
@@ -246,12 +248,14 @@ def test_the_size_of_an_engine_counts_the_head_of_a_draft_with_a_list(tmp_path: 
             model.draft_model.set_vocabulary(listed)
             engine_pool.release(model)
             tokens(model, prompt(9), method=method)
-            sizes.append(idle(model)[0].bytes)
+            pooled = idle(model)[0].pooled
+            assert pooled is not None
+            sizes.append(pooled.bytes)
     assert sizes[0] == sizes[1] and sizes[3] - sizes[2] == head_bytes(model.config, model.dtype, 3, rows=1) > 0
 
 
 def test_a_longer_prompt_replaces_the_engine_beyond_the_size_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Engine]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Batch]
 ) -> None:
     for module in (engine_pool, kernel_key):
         monkeypatch.setattr(module, "MOST_SIZE_CLASSES", 1)

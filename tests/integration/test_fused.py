@@ -16,7 +16,7 @@ from torch import Tensor
 from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, Drafting, make_drafter
@@ -71,7 +71,7 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
     """Everything that prefill and some rounds leave behind: tokens, logits of a verification, both caches."""
     sampler = GREEDY
     drafter = TreeDrafter(runner, len(prompts), SHAPE, sampler, "descend")
-    engine = Engine(runner, drafter, sampler, prompts, lengths, max_new_tokens=20)
+    engine = StaticBatch(runner, drafter, sampler, prompts, lengths, max_new_tokens=20)
     found = [engine.prefill()]
     for _ in range(rounds):
         found += engine.round(torch.ones(len(prompts), dtype=torch.bool, device=prompts.device))[:2]
@@ -155,7 +155,7 @@ def test_a_round_on_the_empty_cache_changes_nothing(
     for warm in (False, True):
         runner, sampler = FusedRunner(model, BACKENDS[backend](SdpaAttention())), GREEDY
         drafter = make_drafter(Drafting(method, (2, 3), 2), runner, 2, GREEDY)
-        engine = Engine(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
+        engine = StaticBatch(runner, drafter, sampler, prompts, [5, 2], max_new_tokens=8)
         if warm:
             engine.round(torch.zeros(2, dtype=torch.bool))
         found.append([engine.prefill(), *engine.round(torch.ones(2, dtype=torch.bool))[:2], engine.cache.lengths])
@@ -181,7 +181,7 @@ def test_engines_that_launch_other_kernels_are_of_another_kind(tmp_path: Path) -
         own = sampler(temperature, rows, top_p=top_p)
         drafter = make_drafter(Drafting(method, shape, 2, rule), runner, rows, own.drafting())
         prompts = torch.zeros(rows, length, dtype=torch.long)
-        kinds.add(Engine(runner, drafter, own, prompts, [length] * rows, max_new_tokens=8).kind)
+        kinds.add(StaticBatch(runner, drafter, own, prompts, [length] * rows, max_new_tokens=8).kind)
     assert len(kinds) == 9
 
 

@@ -14,9 +14,10 @@ from transformers import GenerationMixin, LlamaForCausalLM, TextStreamer
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference.decoder import Decoder
 from longspec.inference.drafting import magicdec
-from longspec.inference.engine import engine as engine_module
+from longspec.inference.engine import intake
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.worker import Worker
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
 
@@ -27,8 +28,8 @@ SAMPLED = [*({"method": method} for method in METHODS), {"method": "tree", "tree
 @pytest.fixture(params=[0, 1], ids=["waits", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that are launched before the oldest one is read; captured rounds have 1."""
-    fixed = property(lambda decoder: request.param, lambda decoder, value: None)
-    monkeypatch.setattr(Decoder, "ahead", fixed, raising=False)
+    fixed = property(lambda worker: request.param, lambda worker, value: None)
+    monkeypatch.setattr(Worker, "ahead", fixed, raising=False)
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
@@ -88,10 +89,8 @@ def test_rows_that_wait_get_the_tokens_of_one_batch(tmp_path: Path, settings: di
 def test_no_round_is_played_that_cannot_be_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vanilla emits one token per round, after the first one."""
     played = []
-    round_of_engine = engine_module.Engine.round
-    monkeypatch.setattr(
-        engine_module.Engine, "round", lambda engine, active: played.append(0) or round_of_engine(engine, active)
-    )
+    play = Batch.play
+    monkeypatch.setattr(Batch, "play", lambda *arguments: played.append(0) or play(*arguments))
     generate(make_pair(tmp_path), *padded(prompts(4, 9), "left"), method="vanilla", max_new_tokens=7, pad_token_id=0)
     assert len(played) == 6
 
@@ -197,7 +196,7 @@ def test_chunked_prefill_changes_nothing(tmp_path: Path, method: str, monkeypatc
     """Rows that end inside the first, at the edge of, and after a chunk."""
     model = make_pair(tmp_path)
     rows = prompts(3, 7, 14, 20)
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 7 * len(rows))
+    monkeypatch.setattr(intake, "PREFILL_TOKENS", 7 * len(rows))
     out = generate(model, *padded(rows, "right"), method=method, max_new_tokens=8, **SETTINGS)
     assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 8) for row in rows]
 

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspec import generate
 from longspec.inference import engine_pool
-from longspec.inference import generate as generate_module
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.engine import engine as engine_module
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine import batch as batch_module
+from longspec.inference.engine import intake, request_engine
+from longspec.inference.engine.batch import Batch
 from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
 from longspec.inference.runner import Runner
@@ -136,12 +136,12 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
     """What `generate` returns, its drafter, and the columns of each of the target's passes after prefill."""
     model, _ = build(case.target)
     engine_pool.release(model)  # this case has an oracle of its own
-    drafters, columns, make_drafter = [], [], generate_module.make_drafter
+    drafters, columns, make_drafter = [], [], batch_module.make_drafter
 
     def make_oracle(*args: object, **kwargs: object) -> Oracle:
         drafter = make_drafter(*args, **kwargs)
         drafters.append(Oracle(drafter, case.lengths, case.truth(), case.plan, case.target.vocab))
-        return drafters[0]
+        return drafters[-1]
 
     rows = [torch.tensor(row) for row in case.prompts()]
     ids = pad_sequence(rows, batch_first=True, padding_side=case.side)
@@ -158,18 +158,17 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
         runner.target = noted  # type: ignore[method-assign]
         return runner
 
-    def prefill(engine: Engine) -> Tensor:
-        first_tokens = whole_prefill(engine)
+    def first_tokens(*arguments: Any) -> Tensor:
         columns.clear()
-        return first_tokens
+        return choose_first_tokens(*arguments)
 
-    whole_prefill = Engine.prefill
-    make_runner = generate_module.make_runner
+    choose_first_tokens = Batch.first_tokens
+    make_runner = request_engine.make_runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_module, "make_runner", make_noting)
-        patch.setattr(generate_module, "make_drafter", make_oracle)
-        patch.setattr(Engine, "prefill", prefill)
-        patch.setattr(engine_module, "PREFILL_TOKENS", case.chunk * len(rows))
+        patch.setattr(request_engine, "make_runner", make_noting)
+        patch.setattr(batch_module, "make_drafter", make_oracle)
+        patch.setattr(Batch, "first_tokens", first_tokens)
+        patch.setattr(intake, "PREFILL_TOKENS", case.chunk * len(rows))
         patch.setattr(magicdec, "SINK", case.sparse_view[0])
         patch.setattr(magicdec, "RECENT", case.sparse_view[1])
         eos_token_id = eos[0] if len(eos) == 1 else eos or None
@@ -177,7 +176,7 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
         tree |= {"lookup_branches": case.lookup_branches}
         limits = {"max_new_tokens": case.max_new_tokens, "eos_token_id": eos_token_id, "pad_token_id": 0}
         out = generate(model, ids, mask if len(rows) > 1 else None, case.method, gamma=case.gamma, **tree, **limits)
-    return out, drafters[0], columns
+    return out, drafters[-1], columns
 
 
 def check(case: Case, seen: Counter[int | str]) -> None:

@@ -199,13 +199,23 @@ def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path, options: str
 @torch.no_grad()
 def test_first_tokens_are_delivered_before_the_round_and_others_during_it(tmp_path: Path) -> None:
     session = Session(pair(tmp_path, "published"), 2, method="vanilla")
+    session.worker.ahead = 1
     session.submit(Request([1, 2, 3], 20))
+    for _ in range(2):
+        session.step()
+    assert session.log == ["tokens 0", "round", "round"]
     session.step()
-    assert session.log == ["tokens 0", "round"]
-    session.step()
-    assert session.log[2:] == ["round", "tokens 0"], "the host delivers while the device works"
+    assert session.log[3:] == ["round", "tokens 0"], "the host delivers while the device works"
     session.submit(Request([5] * (SMALL["prefill_chunk"] + 1), 20))
     session.step()
-    assert session.log[4:] == ["round", "tokens 0"], "half a prompt gives no token to wait for"
+    assert session.log[5:] == ["round", "tokens 0"], "half a prompt gives no token to wait for"
     session.step()
-    assert session.log[6:] == ["tokens 0", "tokens 1", "round"]
+    assert session.log[7:] == ["tokens 0", "tokens 1", "round"]
+
+
+@torch.no_grad()
+def test_tokens_of_a_round_that_the_host_waits_for_are_delivered_at_once(tmp_path: Path) -> None:
+    session = Session(pair(tmp_path, "published"), 2, method="vanilla")
+    session.submit(Request([1, 2, 3], 20))
+    session.step()
+    assert session.log == ["tokens 0", "round", "tokens 0"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, DraftOptions
@@ -44,9 +44,9 @@ def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tenso
     )
 
 
-def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | TreeDrafter) -> Engine:
+def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | TreeDrafter) -> StaticBatch:
     rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = Engine(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
+    engine = StaticBatch(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
     engine.prefill()
     return engine
 

@@ -1,7 +1,9 @@
 """The work of ragged batches: prefill reads each prompt once, and rounds read no prefix of finished rows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ from pairs import OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec import generate
-from longspec.inference.engine import engine as engine_module
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine import intake
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
+from longspec.inference.engine.requests import Request
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY
+from longspec.inference.sampling import GREEDY, GREEDY_KIND
 from longspec.kernels.torch.attention import SdpaAttention
 
 LENGTHS = [30, 3, 9, 25, 2]
@@ -28,26 +33,28 @@ def prompts(lengths: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
     return ids, mask, rows
 
 
-@pytest.mark.parametrize(("least", "tokens"), [(1, [50, 15, 20]), (1000, [50, 48, 32])])
-def test_prefill_handles_only_rows_that_still_have_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, tokens: list[int]
-) -> None:
-    """Rows that have ended separate groups, unless their padding costs less than a pass of `least` tokens."""
-    model = make_pair(tmp_path)
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 50)
-    monkeypatch.setattr(engine_module, "LEAST_PREFILL_TOKENS", least)
-    passed: list[int] = []
+def passes_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Rows and tokens of each of the target's passes from now on."""
+    passes: list[tuple[int, ...]] = []
     target = Runner.target
 
-    def counted(self: Runner, ids: Tensor, *others: Any) -> Tensor:
-        passed.append(ids.numel())
+    def recorded(self: Runner, ids: Tensor, *others: Any) -> Tensor:
+        passes.append(tuple(ids.shape))
         return target(self, ids, *others)
 
+    monkeypatch.setattr(Runner, "target", recorded)
+    return passes
+
+
+def test_prefill_handles_only_rows_that_still_have_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have ended separate groups."""
+    model = make_pair(tmp_path)
+    monkeypatch.setattr(intake, "PREFILL_TOKENS", 50)
     ids, mask, rows = prompts(LENGTHS)
-    monkeypatch.setattr(Runner, "target", counted)
-    out = generate(model, ids, mask, method="vanilla", max_new_tokens=1, compile=False)
-    assert passed == tokens
-    monkeypatch.setattr(Runner, "target", target)
+    with monkeypatch.context() as patch:
+        passes = passes_of(patch)
+        out = generate(model, ids, mask, method="vanilla", max_new_tokens=1, compile=False)
+    assert passes == [(4, 12), (1, 18), (1, 13), (1, 2)]
     rest = generate(model, ids, mask, max_new_tokens=6, tree_shape=(2, 2))
     for row, first, new in zip(rows, out.new_tokens, rest.new_tokens, strict=True):
         assert new.tolist() == target_greedy(model, row, 6)
@@ -56,39 +63,35 @@ def test_prefill_handles_only_rows_that_still_have_tokens(
 
 @torch.no_grad()
 def test_prefill_of_a_large_batch_goes_group_by_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass reads long chunks of few rows, or many short prompts as a whole. Target and draft get the same state as
-    from each prompt alone."""
+    """Target and draft get the same state as from each prompt alone."""
     lengths = [40] * 9 + [3] * 14 + [1, 2]
-    ids, _, rows = prompts(lengths)
-    runner = Runner(make_pair(tmp_path, options=OPTIONS["both"]))
+    _, _, rows = prompts(lengths)
+    model = make_pair(tmp_path, options=OPTIONS["both"])
 
-    def prefilled(ids: Tensor, lengths: list[int]) -> tuple[Engine, Any]:
-        drafter = make_drafter(Drafting("tree", (2, 3)), runner, len(ids), GREEDY)
-        engine = Engine(runner, drafter, GREEDY, ids, lengths, 8)
-        engine.prefill()
-        return engine, drafter
+    def prefilled(rows: list[Tensor]) -> Batch:
+        drafting = Drafting("tree", (2, 3))
+        settings = EngineSettings(drafting, len(rows), longest=48, compile=False, kinds=(GREEDY_KIND,), details=False)
+        engine = RequestEngine(model, replace(settings, together=True))
+        for row in rows:
+            engine.add(Request(row.tolist(), 8), lambda event: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(Batch, "play", Mock(side_effect=InterruptedError))
+            with pytest.raises(InterruptedError):
+                engine.step()
+        return engine.batch
 
-    alone = [prefilled(row[None], [len(row)]) for row in rows]
+    alone = [prefilled([row]) for row in rows]
+    monkeypatch.setattr(intake, "PREFILL_TOKENS", 64)
+    passes = passes_of(monkeypatch)
+    batch = prefilled(rows)
+    assert max(count * tokens for count, tokens in passes) <= 64
+    assert sum(lengths) <= sum(count * tokens for count, tokens in passes) < 1.1 * sum(lengths)
 
-    passed: list[tuple[int, ...]] = []
-    target = Runner.target
-
-    def recorded(self: Runner, ids: Tensor, *others: Any) -> Tensor:
-        passed.append(tuple(ids.shape))
-        return target(self, ids, *others)
-
-    monkeypatch.setattr(Runner, "target", recorded)
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 64)
-    monkeypatch.setattr(engine_module, "LEAST_PREFILL_TOKENS", 1)
-    engine, drafter = prefilled(ids, lengths)
-    # Rows 16 to 24 as a whole; rows 8 to 15, of which only the first one goes on; rows 0 to 7.
-    assert passed == [(9, 3), (8, 8), (1, 32), *[(8, 8)] * 5]
-
-    for row, (single, single_drafter) in enumerate(alone):
-        cache, own = engine.cache, single.cache
+    for row, single in enumerate(alone):
+        cache, own = batch.cache, single.cache
         slots = slice(0, lengths[row])
-        draft, own_draft = drafter.draft.cache, single_drafter.draft.cache
-        assert engine.root[row] == single.root[0] and cache.lengths[row] == own.lengths[0]
+        draft, own_draft = (made.drafter.draft.cache for made in (batch, single))  # type: ignore[attr-defined]
+        assert batch.root[row] == single.root[0] and cache.lengths[row] == own.lengths[0]
         torch.testing.assert_close(cache.newest_hidden[row], own.newest_hidden[0])
         for name in ("keys", "values"):
             torch.testing.assert_close(getattr(cache, name)[:, row, :, slots], getattr(own, name)[:, 0, :, slots])
@@ -135,7 +138,9 @@ def test_inactive_rows_keep_their_state(tmp_path: Path, method: str) -> None:
     model = make_pair(tmp_path, options=OPTIONS["both"])
     ids, _, rows = prompts([20, 31])
     runner = Runner(model)
-    engine = Engine(runner, make_drafter(Drafting(method, (2, 3), 3), runner, 2, GREEDY), GREEDY, ids, [20, 31], 40)
+    engine = StaticBatch(
+        runner, make_drafter(Drafting(method, (2, 3), 3), runner, 2, GREEDY), GREEDY, ids, [20, 31], 40
+    )
     emitted = [[token] for token in engine.prefill().tolist()]
     for number in range(12):
         active = torch.tensor([number % 3 == 0, number % 4 != 1])

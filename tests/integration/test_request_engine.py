@@ -1,5 +1,6 @@
 """The engine on the calling thread: what one step reads, and how requests end."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ from pairs import make_pair, target_greedy
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference.answering import answer_all
+from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.admission import chunk_bytes
 from longspec.inference.engine.prefill import PREFILL_TOKENS
-from longspec.inference.engine.request_engine import RequestEngine
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request, RequestTooLarge, Tokens
 from longspec.inference.methods import Drafting
 from longspec.models.glide import GlideMixin
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
 
 def engine_with_log(model: GlideMixin, rows: int) -> tuple[RequestEngine, list[list[int]]]:
     """An engine, and the number of tokens of each row in its passes over prompts."""
-    engine = RequestEngine(model, VANILLA, rows, memory=2**27, prefill_chunk=256)
+    engine = RequestEngine(model, EngineSettings(VANILLA, rows, memory=2**27, prefill_chunk=256))
     passes: list[list[int]] = []
     read = engine.batch.read_prompts
 
@@ -85,16 +86,15 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
     rows: list[int] = []
     init = RequestEngine.__init__
 
-    def small(self: RequestEngine, model: GlideMixin, drafting: Drafting, max_rows: int, *more: Any) -> None:
-        _, longest, *others = more
+    def small(self: RequestEngine, model: GlideMixin, settings: EngineSettings) -> None:
         memory = chunk_bytes(model.config, model.dtype, PREFILL_TOKENS) + 1_000_000
-        init(self, model, drafting, max_rows, memory, longest, *others)
+        init(self, model, replace(settings, memory=memory))
         rows.append(self.batch.max_rows)
 
     monkeypatch.setattr(RequestEngine, "__init__", small)
     requests = [Request([1 + number % 5] * (900 if number < 3 else 4), 6) for number in range(12)]
     found: list[list[int]] = [[] for _ in requests]
-    stats = answer_all(model, VANILLA, requests, 8, lambda number, tokens, ended: found[number].extend(tokens))
+    stats = answer_all(model, VANILLA, requests, 8, Listener(lambda number, event: found[number].extend(event.ids)))
     assert found == [target_greedy(model, torch.tensor(request.prompt), 6) for request in requests]
     assert len(rows) == 2 and rows[0] < rows[1]
     assert stats.decoded_tokens == stats.rounds == 12 * 5
@@ -110,12 +110,8 @@ def test_auto_answers_all(model: GlideMixin, tmp_path: Path, monkeypatch: pytest
 
 def test_a_client_may_end_all_requests(model: GlideMixin) -> None:
     seen: list[int] = []
-
-    def take(number: int, *_: Any) -> bool:
-        seen.append(number)
-        return True
-
-    answer_all(model, VANILLA, [Request([1], 50), Request([2], 50)], 2, take)
-    assert len(seen) <= 2
+    listener = Listener(lambda number, event: seen.append(number), is_stopped=lambda: bool(seen))
+    answer_all(model, VANILLA, [Request([1], 50), Request([2], 50)], 2, listener)
+    assert len(seen) <= 4
     with pytest.raises(UserError, match=r"^prompt: empty"):
-        answer_all(model, VANILLA, [Request([], 5)], 1, lambda *_: None)
+        answer_all(model, VANILLA, [Request([], 5)], 1, Listener(print))

@@ -78,8 +78,9 @@ def outcomes(model: GlideMixin, method: Drafting) -> Tensor:
     hidden = batch.read_prompts(slice(0, 1), [np.array(PROMPT)], 0)
     for row in range(rows):
         batch.copy_prefix(0, row, len(PROMPT))
-        batch.assign(row, SETTINGS[row % len(SETTINGS)][0], row, SETTINGS[row % len(SETTINGS)][1])
-    batch.drafters[GREEDY_KIND].start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
+    samplings, speculates = zip(*SETTINGS * COPIES, strict=True)
+    batch.assign(range(rows), [len(PROMPT)] * rows, samplings, range(rows), speculates)
+    batch.drafter.start(prompt.expand(rows, -1), torch.full((rows,), len(PROMPT)))
     for _ in range(REPEATS):
         batch.settings["seed"].add_(rows)
         batch.cache.lengths.fill_(len(PROMPT))
@@ -136,5 +137,5 @@ def test_rounds_of_batches_of_other_sizes_warm_up_anew(model: GlideMixin) -> Non
     kinds = set()
     for max_rows in (1, 5, 16):
         batch = Batch(runner, METHODS["tree"], max_rows, 256)
-        kinds.add(batch._new_rounds(Mode(True, GREEDY_KIND), slice(0, 1)).kind)
+        kinds.add(batch.state(Mode(True, GREEDY_KIND), slice(0, 1)).kind)
     assert len(kinds) == 3

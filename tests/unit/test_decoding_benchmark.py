@@ -14,7 +14,7 @@ import torch
 from benchmarks import parts, transformers_baseline
 from benchmarks.acceptance import Key, key, read_acceptance
 from benchmarks.cards import cards_table
-from benchmarks.decoding import Measured, filled_engine, main, random_vocabulary, settings
+from benchmarks.decoding import Measured, filled_batch, main, random_vocabulary, settings
 from benchmarks.parts import glide_draft, parts_of_round
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
@@ -22,6 +22,7 @@ from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import dynamic_ms, static_ms
 from experiments.claims import Samples
 from longspec.errors import UserError
+from longspec.inference.engine.rounds import Rounds
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
@@ -44,6 +45,11 @@ def listed_pair(pair: GlideMixin) -> Iterator[GlideMixin]:
     pair.draft_model.set_vocabulary(random_vocabulary(40, pair.config.vocab_size))
     yield pair
     pair.draft_model.set_vocabulary(None)
+
+
+def filled(pair: GlideMixin, method: str, **changes: Any) -> Rounds:
+    batch, mode = filled_batch(Runner(pair), [20], method, Namespace(**OPTIONS | changes))
+    return batch.state(mode, slice(0, 1))
 
 
 @pytest.mark.parametrize(("block", "steps", "warps"), [*LAUNCHES, (64, 3, 1)])
@@ -69,7 +75,7 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
         return 5.0
 
     monkeypatch.setattr(parts, "captured_ms", timed)
-    engine = filled_engine(Runner(pair), [20], "tree", Namespace(**OPTIONS | changes))
+    engine = filled(pair, "tree", **changes)
     assert engine.drafter.nodes == nodes
     with torch.no_grad():
         found = parts_of_round(engine, 9.0)
@@ -80,15 +86,15 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
 
 @pytest.mark.parametrize("method", ["tree", "seq"])
 def test_a_draft_with_a_list_has_a_head_filled_from_the_target(listed_pair: GlideMixin, method: str) -> None:
-    draft = glide_draft(filled_engine(Runner(listed_pair), [20], method, Namespace(**OPTIONS)).drafter)
+    draft = glide_draft(filled(listed_pair, method).drafter)
     assert draft is not None and draft.head is not None
     assert torch.equal(draft.head.weight[:40], listed_pair.lm_head.weight[draft.head.ids[0, :40]])
 
 
 def test_a_list_makes_another_kind_of_engine_whose_kernels_compile_before_capture(listed_pair: GlideMixin) -> None:
-    kinds = [filled_engine(Runner(listed_pair), [20], "tree", Namespace(**OPTIONS)).kind]
+    kinds = [filled(listed_pair, "tree").kind]
     listed_pair.draft_model.set_vocabulary(None)
-    kinds.append(filled_engine(Runner(listed_pair), [20], "tree", Namespace(**OPTIONS)).kind)
+    kinds.append(filled(listed_pair, "tree").kind)
     assert kinds[0] != kinds[1]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
@@ -26,7 +26,9 @@ SHAPE = (8, 8, 8)
 def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
     """Number of rounds and tokens of greedy decoding while a whole tree fits before `length`."""
     sampler, runner = GREEDY, Runner(model)
-    engine = Engine(runner, TreeDrafter(runner, 1, SHAPE, sampler, "descend"), sampler, prompt[None], [len(prompt)], 60)
+    engine = StaticBatch(
+        runner, TreeDrafter(runner, 1, SHAPE, sampler, "descend"), sampler, prompt[None], [len(prompt)], 60
+    )
     engine.prefill()
     read, counts = len(prompt), []
     while read + len(SHAPE) + 2 <= length:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from longspec.errors import UserError
-from longspec.inference import process_group
-from longspec.inference.process_group import repeat_generation, shared_target
+from longspec.inference.process_group import shared_target
 from longspec.models import parallel
 from longspec.models.parallel import ranks_differ
 from longspec.signals import StopSignals
@@ -40,14 +39,6 @@ def test_only_rank_zero_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, RANK="1")
     with pytest.raises(SystemExit, match="2"), shared_target(3, "cpu", StopSignals()):
         raise AssertionError("the context was entered")
-
-
-def test_a_call_that_ranks_could_read_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"seed": 3, "method": "tree", "tree_shape": (2,), "stopping_criteria": None, "options": {}}
-    assert repeat_generation(print, arguments) == 3, "a process alone sends nothing"
-    monkeypatch.setattr(process_group, "_leads", True)
-    with pytest.raises(UserError, match="stopping_criteria: not supported"):
-        repeat_generation(print, arguments | {"stopping_criteria": [lambda ids, scores: True]})
 
 
 def test_any_other_token_changes_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
 from longspec.inference.engine.round_record import Report, RowRound
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
@@ -33,7 +33,7 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     levels: list[torch.Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = Engine(Runner(model), drafter, own, prompt, [20], max_new_tokens=8)
+    engine = StaticBatch(Runner(model), drafter, own, prompt, [20], max_new_tokens=8)
     engine.prefill()
     tree = drafter.propose(engine.root, engine.cache)
     score, above = {0: 0.0}, [0]
@@ -64,7 +64,7 @@ def test_a_cut_tree_is_that_of_a_shorter_shape(tmp_path: Path, temperature: floa
 
     def proposals(shape: tuple[int, ...], levels: int, repeats: int) -> list[Proposal]:
         drafter = drafted(model, shape, temperature)
-        engine = Engine(drafter.runner, drafter, drafter.sampler, prompts, [20, 7], max_new_tokens=8)
+        engine = StaticBatch(drafter.runner, drafter, drafter.sampler, prompts, [20, 7], max_new_tokens=8)
         engine.prefill()
         cut = drafter.cut(6, levels)
         found = []
@@ -86,7 +86,7 @@ def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -
     model = make_pair(tmp_path, vocab_size=7)
     prompts = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(3))
     drafter = drafted(model, SHAPE, 0.0, lookup=True)
-    engine = Engine(drafter.runner, drafter, drafter.sampler, prompts, [30, 17], max_new_tokens=300)
+    engine = StaticBatch(drafter.runner, drafter, drafter.sampler, prompts, [30, 17], max_new_tokens=300)
     engine.report = Report(ranks=True)
     engine.prefill()
     plans = [Plan("tree", nodes, levels) for levels in (1, 2, 3) for nodes in (3, 5, 8)]

@@ -62,7 +62,7 @@ class Controller:
         self.time = time
         self.refill_time = refill_time
         self.played: Counter[Plan] = Counter()
-        """Number of observed rounds per plan."""
+        """Number of observed rounds per plan, of those with an active row."""
         self.trees = [plan for plan in plans if plan.kind == "tree"]
         self.lookups = [plan for plan in plans if plan.kind == "lookup"]
 
@@ -123,7 +123,8 @@ class Controller:
         """Take the result of the oldest round that was not observed: its part in each row that was active, rows that
         have ended included."""
         decision = self._playing.popleft()
-        self.played[decision.plan] += 1
+        if parts:
+            self.played[decision.plan] += 1
         self._unlearned.append((decision, parts))
 
     def think(self) -> None:

@@ -11,6 +11,7 @@ from longspec.inference.adaptive.plans import (
     CPU_TREES,
     CPU_WIDTH,
     LOOKUPS,
+    MOST_NODES,
     SERVED_LOOKUP,
     SERVED_TREES,
     TREES,
@@ -22,19 +23,25 @@ from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
 from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.methods import Drafting
+from longspec.inference.methods import DEFAULT_GAMMA, Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
 
 def plans_for(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
     """The plans of a target with trees of this shape and lookup branches, or without a draft."""
-    return (VANILLA, *LOOKUPS, *_tree_plans(CPU_TREES if on_cpu else TREES, drafting))
+    return (VANILLA, *_lookup_plans(LOOKUPS, drafting), *_tree_plans(CPU_TREES if on_cpu else TREES, drafting))
 
 
 def served_plans(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
     """The plans of a server."""
-    return (VANILLA, SERVED_LOOKUP, *_tree_plans(CPU_TREES if on_cpu else SERVED_TREES, drafting))
+    trees = _tree_plans(CPU_TREES if on_cpu else SERVED_TREES, drafting)
+    return (VANILLA, *_lookup_plans((SERVED_LOOKUP,), drafting), *trees)
+
+
+def _lookup_plans(usual: tuple[Plan, ...], drafting: Drafting) -> tuple[Plan, ...]:
+    """The chains of prompt lookup: those of `gamma` tokens if it is not the default, else the usual ones."""
+    return usual if drafting.gamma == DEFAULT_GAMMA else (Plan("lookup", drafting.gamma + 1),)
 
 
 def _tree_plans(trees: Sequence[tuple[int, int | None]], drafting: Drafting) -> list[Plan]:
@@ -43,7 +50,8 @@ def _tree_plans(trees: Sequence[tuple[int, int | None]], drafting: Drafting) -> 
         return []
     # A small shape is the same tree under several budgets.
     shapes = [(nodes, drafting.tree_shape[:levels]) for nodes, levels in trees]
-    return sorted({Plan("tree", min(nodes, 1 + sum(shape)), len(shape)) for nodes, shape in shapes})
+    most = drafting.tree_nodes or MOST_NODES
+    return sorted({Plan("tree", min(nodes, most, 1 + sum(shape)), len(shape)) for nodes, shape in shapes})
 
 
 class PlanDrafter(WrappedDrafter):

@@ -43,4 +43,4 @@ CPU_WIDTH = 3
 """Largest width of a level of these trees. Wider levels hardly add accepted tokens, but take longer."""
 SERVED_LOOKUP, SERVED_TREES = LOOKUPS[-1], ((16, 2), (32, 3), (32, None))
 """The lookup plan and the trees of a server, which has rounds for several batch sizes and ways to sample."""
-MOST_NODES, MOST_SERVED_NODES = (max(nodes for nodes, _ in trees) for trees in (TREES, SERVED_TREES))
+MOST_NODES = max(nodes for nodes, _ in TREES)

@@ -43,19 +43,19 @@ def row_capacity(
             f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
-    return min(slots, _whole_capacity(position_limit(config) if longest is None else longest, nodes))
+    return min(slots, slots_for(position_limit(config) if longest is None else longest, nodes - 1, nodes))
 
 
 def fitting_rows(config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int) -> int:
     """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes as in `row_capacity`."""
-    row = _whole_capacity(longest, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * ROUND_BYTES
+    row = slots_for(longest, nodes - 1, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * ROUND_BYTES
     return max(1, memory // row)
 
 
-def _whole_capacity(longest: int, nodes: int) -> int:
-    """Slots of a row that has room for requests of `longest` tokens."""
+def slots_for(room: int, depth: int, nodes: int) -> int:
+    """Cache slots of a row for a prompt and its answer of `room` tokens, with rounds of this depth and these nodes."""
     # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
-    return -(-(longest + 2 * nodes) // CAPACITY_STEP) * CAPACITY_STEP
+    return -(-(room + depth + 1 + nodes) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:

@@ -1,7 +1,8 @@
-"""The device's side of serving: a static number of rows, prefill of one of them, and rounds over the first n."""
+"""The device's side of the engine: a static number of rows, prefill of some of them, and rounds over the first n."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.adaptive.measurement import measure_times
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, served_plans
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
 from longspec.inference.cache import Fault, TargetCache
@@ -24,12 +25,13 @@ from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.engine.round_record import Report, RoundResult
 from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.engine.selective import SelectiveDrafter
+from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
 from longspec.inference.methods import AUTO, Drafting, make_drafter
 from longspec.inference.penalty_rows import SERVED_PENALTIES, PenaltyRows, served_penalties
 from longspec.inference.request import FILTERS, Sampling, joined_penalties
 from longspec.inference.row_settings import RowSettings
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY, GREEDY_KIND, Sampler, SamplingKind
+from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
 from longspec.kernels.shared.device import upload
 
 PREFILL_CHUNK = 1024
@@ -42,7 +44,7 @@ MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 REPEATED = (
     *("capture", "measure", "play", "read_prompts", "read_scored", "first_tokens", "refill_draft", "assign"),
-    *("set_length", "end", "clear", "copy_prefix", "move"),
+    *("end", "clear", "copy_prefix", "move", "retire"),
 )
 """The methods that the ranks which share a target call alike. Their arguments are on the host."""
 KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
@@ -73,7 +75,7 @@ class Mode(NamedTuple):
 class Batch:
     """Cache, draft state and sampling settings of `max_rows` rows, which rounds change in place.
 
-    Rounds run over the first n rows. The captured ones exist for n = 1, 2, 4, ... and `max_rows`.
+    Rounds run over the first n rows, n being one of `sizes`.
     """
 
     def __init__(
@@ -83,16 +85,24 @@ class Batch:
         max_rows: int,
         capacity: int,
         prefill_chunk: int = PREFILL_CHUNK,
+        kinds: tuple[SamplingKind, ...] = KINDS,
         details: bool = True,
+        pooled: Pooled | None = None,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a pass. details: whether
-        rounds report log-probabilities and traces."""
+        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass.
+        kinds: those of the requests, as in KINDS. details: whether requests may ask for log-probabilities and traces,
+        and to decode without speculation. pooled: for a batch of `generate`, whose rounds run over all
+        rows."""
         self.runner = runner
+        self.kinds = kinds
         self.details = details
         self.device = runner.device
         self.capacity = capacity
         self.max_rows = max_rows
-        self.settings = RowSettings.allocate(max_rows, runner.device)
+        # Of several kinds, those with penalties take their memory when the first request has any.
+        self.settings = RowSettings.allocate(max_rows, runner.device, kinds[0].penalties)
+        if self.settings.penalties is not None:
+            self.settings.penalties.reserve(capacity)
         self.cache = TargetCache(
             runner.config, max_rows, capacity, runner.dtype, runner.device, self.settings.positions
         )
@@ -103,67 +113,78 @@ class Batch:
         self.speculates = torch.zeros_like(self.active)
         """bool [B]: the rows whose proposals count."""
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
+        if pooled is not None:
+            self.sizes = [max_rows]
         runner.prepare(capacity)
-        drafter: DraftState
-        if drafting.method == AUTO:
-            plans = served_plans(drafting, runner.device.type == "cpu")
-            drafter = PlanDrafters(runner, max_rows, GREEDY, plans, drafting)
-        else:
-            drafter = make_drafter(drafting, runner, max_rows, GREEDY)
-        drafter.reserve(capacity)
-        self.starter = DraftStarter(drafter, max_rows, capacity, GREEDY, runner.device)
-        self.plans = drafter.plans
+        all_rows = slice(0, max_rows)
+        sampler = self._sampler(kinds[0], all_rows).drafting()
+        self.drafter = new_drafter(runner, drafting, max_rows, sampler, is_served=pooled is None)
+        self.drafter.reserve(capacity)
+        self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
+        self.plans = self.drafter.plans
         self.times: dict[int, RoundTimes] = {}
         """Times of the plans' rounds at the smallest and the largest measured size."""
-        self.drafters: dict[SamplingKind, DraftState] = {GREEDY_KIND: drafter}
-        all_rows = slice(0, max_rows)
-        for kind in KINDS[1:]:  # those that sample share the tensors of their trees
+        self.drafters: dict[SamplingKind, DraftState] = {kinds[0]: self.drafter}
+        drafter = self.drafter
+        for kind in kinds[1:]:  # those that sample share the tensors of their trees
             drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
             self.drafters[kind] = drafter
+        self.nodes, self.depth = self.drafter.nodes, self.drafter.depth
+        """Tokens that a round reads per row, and those on the longest path below the root."""
+        self.pooled = pooled
+        self.setup = {"warm_up_s": 0.0, "capture_s": 0.0, "measure_s": 0.0}
+        """Seconds that the batch has spent on its rounds before they are played."""
         self._rounds: dict[tuple[Mode, int], Round] = {}
         self._last_hidden = self.cache.newest_hidden
-
-    @property
-    def nodes(self) -> int:
-        """Tokens that a round reads per row."""
-        return self.drafters[GREEDY_KIND].nodes
-
-    @property
-    def depth(self) -> int:
-        return self.drafters[GREEDY_KIND].depth
 
     def size_for(self, rows: int) -> int:
         """The smallest size of a round that covers the first `rows` rows."""
         return next(size for size in self.sizes if size >= rows)
 
     def capture(self, usual: Sampling | None = None) -> None:
-        """Capture prefill and the rounds of every mode and size, if the runner can. The cache must be empty.
+        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty.
 
         usual: settings of most requests, whose penalties the rounds have; None for no penalties.
         """
-        self.reader.capture()
-        if self.runner.capturable:
+        if self.details:
+            self.reader.capture()
+        if not self.runner.capturable:
+            return
+        if self.details:
             self.starter.capture()
+        kinds = self.kinds
+        if len(kinds) > 1:
             usual = usual or Sampling()
-            self._make_room_for_penalties(usual)
+            self._make_room_for_penalties([usual])
             penalties = self.kind_of([usual]).penalties
-            kinds = [kind._replace(penalties=penalties) for kind in KINDS[:-1]]
-            for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                for kind in kinds:
-                    for plan in reversed(self.plans or (None,)):
-                        if self.depth:
-                            self.rounds(Mode(True, kind, plan, self.details), size)
+            kinds = tuple(kind._replace(penalties=penalties) for kind in kinds[:-1])
+        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+            for kind in kinds:
+                for plan in reversed(self.plans or (None,)):
+                    if self.depth:
+                        self.rounds(Mode(True, kind, plan, self.details), size)
+                if self.details or not self.depth:
                     self.rounds(Mode(False, kind, None, self.details), size)
 
     def measure(self) -> None:
         """Measure the plans of "auto", if this is the method. The cache must be empty."""
-        if self.plans:
-            most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
-            for size in sorted({1, most}):
-                self.times[size] = self._measured_times(size)
+        if not self.plans or self.times:
+            return
+        start, earlier = time.perf_counter(), self.seconds_of_setup
+        most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
+        for size in sorted({self.sizes[0], max(self.sizes[0], most)}):
+            self.times[size] = self._measured_times(size)
+        self.setup["measure_s"] += time.perf_counter() - start - (self.seconds_of_setup - earlier)
+
+    @property
+    def seconds_of_setup(self) -> float:
+        return sum(self.setup.values())
 
     def kind_of(self, samplings: Sequence[Sampling]) -> SamplingKind:
-        """The first of KINDS that follows all these settings, with penalties that cover theirs."""
+        """The batch's only kind; else the first of KINDS that follows all these settings, with penalties that cover
+        theirs."""
+        if len(self.kinds) == 1:
+            return self.kinds[0]
         greedy = all(sampling.greedy for sampling in samplings)
         filters = {name for sampling in samplings for name in sampling.filters}
         kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if filters <= set(kind.filters))
@@ -178,15 +199,16 @@ class Batch:
         return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (size - low) / (high - low)
 
     def _measured_times(self, size: int) -> RoundTimes:
-        """Times of the greedy rounds of all plans, from the cache if it has them."""
-        room = self.capacity - self.depth - 1 - self.nodes
-        state = self._new_rounds(Mode(True, GREEDY_KIND, self.plans[0], self.details), slice(0, size))
-        drafters = self.drafters[GREEDY_KIND].share(slice(0, size), GREEDY)
-        key = cache_key(state.kind._replace(drafting=drafters.kind), self.plans, self.runner.config, room)
+        """Times of the rounds of all plans, in the batch's first kind, from the cache if it has them."""
+        room = self.capacity - self.depth - 1 - self.nodes if self.pooled is None else self.pooled.room
+        kind, rows = self.kinds[0], slice(0, size)
+        state = self.state(Mode(True, kind, self.plans[0], self.details), rows)
+        drafter = self._drafter(rows, self._sampler(kind, rows))
+        key = cache_key(state.kind._replace(drafting=drafter.kind), self.plans, self.runner.config, room)
 
         def measure() -> RoundTimes:
-            rounds = {plan: self.rounds(Mode(True, GREEDY_KIND, plan, self.details), size) for plan in self.plans}
-            return measure_times(state, rounds, lambda: drafters.refill(state.cache.lengths), room)
+            rounds = {plan: self.rounds(Mode(True, kind, plan, self.details), size) for plan in self.plans}
+            return measure_times(state, rounds, lambda: drafter.refill(state.cache.lengths), room)
 
         return known_times(key, self.plans, measure)
 
@@ -194,22 +216,35 @@ class Batch:
         """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
         key = (mode, rows)
         if key not in self._rounds:
-            rounds = self._new_rounds(mode, slice(0, rows))
+            state = self.state(mode, slice(0, rows))
+            self._rounds[key] = state.round
             if self.runner.capturable and not mode.scores:
-                warm_up(rounds)
-                self._rounds[key] = CapturedRound(rounds)
-            else:
-                self._rounds[key] = rounds.round
+                start = time.perf_counter()
+                warm_up(state)
+                warm = time.perf_counter()
+                self._rounds[key] = CapturedRound(state)
+                self.setup["warm_up_s"] += warm - start
+                self.setup["capture_s"] += time.perf_counter() - warm
         return self._rounds[key]
 
-    def _new_rounds(self, mode: Mode, rows: slice) -> Rounds:
+    def state(self, mode: Mode, rows: slice) -> Rounds:
+        """What rounds of some consecutive rows work on."""
         sampler = self._sampler(mode.sampling, rows)
         drafter: Drafter = NoDraft()
-        if mode.speculates:
-            shared = self.drafters[mode.sampling._replace(penalties=None)]
-            drafter = shared.share(rows, sampler.drafting()).for_plan(mode.plan)
-        selective = SelectiveDrafter(drafter, self.speculates[rows])
-        return Rounds(self.runner, selective, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
+        if mode.speculates or not self.depth:
+            drafter = self._drafter(rows, sampler).for_plan(mode.plan)
+        if self.details:
+            drafter = SelectiveDrafter(drafter, self.speculates[rows])
+        return Rounds(self.runner, drafter, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
+
+    def _drafter(self, rows: slice, sampler: Sampler) -> DraftState:
+        """The drafter of some consecutive rows. sampler: the target's."""
+        drafter = self.drafters.get(sampler.kind)
+        # A drafting method of the user's own need not share its state.
+        if drafter is not None and rows == slice(0, self.max_rows):
+            return drafter
+        drafter = drafter or self.drafters[sampler.kind._replace(penalties=None)]
+        return drafter.share(rows, sampler.drafting())
 
     def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
         return Sampler(kind, self.settings.narrow(rows)).on(self.runner.backend)
@@ -225,7 +260,8 @@ class Batch:
         reads.
         """
         ends = [start + len(chunk) for chunk in chunks]
-        self._last_hidden = self.reader.read(rows, self.upload(chunks), start, ends)
+        tokens = self.upload(chunks)
+        self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
         return self._last_hidden
 
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
@@ -254,7 +290,8 @@ class Batch:
         """Choose the first tokens of the answers in n consecutive rows, which become the roots and join the rounds.
 
         part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
-        token, its log-probability at temperature 1, and the row's fault; then, if `scored`, `logprobs.scores` of it.
+        token, its log-probability at temperature 1 (0 without details), and the row's fault; then, if `scored`,
+        `logprobs.scores` of it.
         """
         last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)
@@ -264,51 +301,68 @@ class Batch:
         sampler, watch = self._sampler(kind, rows), cache.watch(Fault.TARGET)
         tokens = sampler.first_tokens(logits, ids, lengths, watch)
         self.root[rows] = tokens
-        if self.drafters[GREEDY_KIND].reads_hidden:
+        if self.drafter.reads_hidden:
             cache.newest_hidden.copy_(last_hidden)
         self.starter.start(rows, ids, lengths)
         cache.compare_ranks(tokens[:, None], torch.ones_like(tokens))
         self.active[rows] = True
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_p = wide.log_softmax(-1).gather(1, tokens[:, None])
-        columns = [tokens[:, None].double(), log_p.double(), cache.faults[:, None].double()]
+        log_p = torch.zeros_like(tokens[:, None], dtype=torch.float64)
+        if self.details:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            log_p = wide.log_softmax(-1).gather(1, tokens[:, None]).double()
+        columns = [tokens[:, None].double(), log_p, cache.faults[:, None].double()]
         return torch.cat([*columns, scores(logits, tokens)] if scored else columns, 1)
 
-    def refill_draft(self, row: int) -> None:
-        """Fill the draft's ring in a row that played plans without the draft."""
-        rows = slice(row, row + 1)
-        self.drafters[GREEDY_KIND].share(rows, GREEDY).refill(self.cache.lengths[rows])
+    def refill_draft(self, rows: Sequence[int]) -> None:
+        """Fill the draft's ring in rows that played plans without the draft."""
+        if 2 * len(rows) > self.max_rows:
+            self.drafter.refill(self.cache.lengths)  # which changes nothing in the others
+            return
+        for row in rows:
+            part = slice(row, row + 1)
+            self._drafter(part, self._sampler(self.kinds[0], part)).refill(self.cache.lengths[part])
 
     def upload(self, rows: Sequence[np.ndarray]) -> Tensor:
         """Rows of tokens, int64, as LongTensor [n, longest] on the device, padded on the right."""
         return upload(pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True), self.device)
 
-    def assign(self, row: int, sampling: Sampling, seed: int, speculates: bool) -> None:
-        """Set the sampling settings of a row."""
-        self._make_room_for_penalties(sampling)
-        self.settings.assign(slice(row, row + 1), [sampling], [seed])
-        self.speculates[row] = speculates
+    def assign(
+        self,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        samplings: Sequence[Sampling],
+        seeds: Sequence[int],
+        speculates: Sequence[bool],
+    ) -> None:
+        """Set the sampling settings of some rows, of which the cache holds `lengths` tokens."""
+        self._make_room_for_penalties(samplings)
+        numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
+        self.settings.assign(numbers, samplings, seeds)
+        self.cache.lengths[numbers] = stored.int()
+        self.speculates[numbers] = upload(torch.tensor(speculates), self.device)
 
-    def _make_room_for_penalties(self, sampling: Sampling) -> None:
+    def _make_room_for_penalties(self, samplings: Sequence[Sampling]) -> None:
         """Allocate the texts and penalties of all rows for the first request that has any."""
-        if sampling.penalties is not None and self.settings.penalties is None:
+        if self.settings.penalties is None and any(sampling.penalties is not None for sampling in samplings):
             most = SERVED_PENALTIES[-1]
             self.settings.penalties = PenaltyRows.allocate(self.max_rows, self.capacity, most, self.device)
 
-    def set_length(self, row: int, length: int) -> None:
-        self.cache.lengths[row] = length
+    def end(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay.
 
-    def end(self, row: int, length: int) -> None:
-        """Take a row out of the rounds. Of what it holds, the first `length` slots stay.
-
-        A round in flight may move the length on and store more, NaN among it. Later rounds need the slots after the
+        A round in flight may move a length on and store more, NaN among it. Later rounds need the slots after the
         length for their nodes, and masked slots must be finite.
         """
-        self.active[row] = False
-        self.cache.lengths[row] = length
-        stored = slice(length, length + self.nodes)
-        self.cache.keys[:, row, :, stored].zero_()
-        self.cache.values[:, row, :, stored].zero_()
+        numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
+        self.active.index_fill_(0, numbers, False)
+        self.cache.lengths[numbers] = stored.int()
+        slots = stored[:, None] + torch.arange(self.nodes, device=self.device)
+        for store in (self.cache.keys, self.cache.values):
+            store[:, numbers[:, None], :, slots] = store.new_zeros(())
+
+    def retire(self) -> None:
+        """Keep the batch for a later call of `generate`. All requests must have ended, without a fault."""
+        give_back(self)
 
     def clear(self, row: int) -> None:
         """Zero the keys and values of a row. Masked slots must be finite, and those of a faulty request may be NaN."""
@@ -328,7 +382,7 @@ class Batch:
             # Few layers at a time, because an exchange copies one side.
             for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
                 _exchange(layers[:, a], layers[:, b])
-        for state in self.drafters[GREEDY_KIND].row_states():
+        for state in self.drafter.row_states():
             state[b] = state[a]  # row b has no draft yet
         _exchange(settings.numbers[:, a], settings.numbers[:, b])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
@@ -346,3 +400,12 @@ def _exchange(x: Tensor, y: Tensor) -> None:
 def _sizes(max_rows: int) -> list[int]:
     """1, 2, 4, ... and `max_rows`."""
     return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
+
+
+def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler, is_served: bool) -> DraftState:
+    """The drafter of a method. sampler: the draft's. is_served: whether "auto" is to have few plans, because their
+    rounds exist for several batch sizes and ways to sample."""
+    if drafting.method != AUTO:
+        return make_drafter(drafting, runner, rows, sampler)
+    plans = (served_plans if is_served else plans_for)(drafting, runner.device.type == "cpu")
+    return PlanDrafters(runner, rows, sampler, plans, drafting)

@@ -31,7 +31,7 @@ class DraftStarter:
         """Capture the start of each row. No row may be in use."""
         if not self.drafter.row_states():
             return
-        drafters = [self.drafter.share(slice(row, row + 1), self.sampler) for row in range(self.rows)]
+        drafters = [self._part(slice(row, row + 1)) for row in range(self.rows)]
         starts = [partial(drafter.start, self.prompt, self.length) for drafter in drafters]
         starts[0]()  # compiles the kernels
         self._passes = [capture_pass(start, self.prompt.device) for start in starts]
@@ -40,10 +40,14 @@ class DraftStarter:
         """Start n consecutive rows. prompts: LongTensor [n, P], padded on the right."""
         if not self._passes:
             on_device = upload(torch.tensor(lengths), self.length.device)
-            self.drafter.share(rows, self.sampler).start(prompts, on_device)
+            self._part(rows).start(prompts, on_device)
             return
         for row, prompt, count in zip(range(rows.start, rows.stop), prompts, lengths, strict=True):
             self.prompt[0, :count] = prompt[:count]
             self.prompt[0, count:] = 0
             self.length.fill_(count)
             self._passes[row]()
+
+    def _part(self, rows: slice) -> DraftState:
+        # A drafting method of the user's own need not share its state.
+        return self.drafter if rows == slice(0, self.rows) else self.drafter.share(rows, self.sampler)

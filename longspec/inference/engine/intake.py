@@ -16,7 +16,7 @@ from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.logprobs import TokenScore
-from longspec.inference.engine.prefill import joined_rows
+from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
 from longspec.inference.engine.requests import Event, PromptScores, Ticket
 from longspec.inference.engine.rows import Counts, Row, Rows, Running
 
@@ -49,24 +49,29 @@ class Intake:
         rows: Rows,
         counts: Counts,
         outbox: list[tuple[Ticket, Event]],
-        chunk: int,
+        chunk: int | None,
         controller: Controller | None,
     ) -> None:
-        """outbox: takes the events. chunk: most prompt tokens that are read between two rounds. controller: that of
-        method "auto"."""
+        """outbox: takes the events. chunk: most prompt tokens that are read between two rounds; None reads all prompts
+        before the first one. controller: that of method "auto"."""
         self.batch = batch
         self.outbox = outbox
         self.rows = rows
         self.counts = counts
-        self.chunk = chunk
+        self.reads_all = chunk is None
+        self.chunk = PREFILL_TOKENS if chunk is None else chunk
+        """Most tokens of a pass."""
         self.controller = controller
         self.reading: list[Row] = []
         """The rows whose prompts are read, in order of arrival."""
         self.held: Ticket | None = None
         """The next request, while another row reads a prefix of its prompt."""
 
-    def read(self, next_ticket: Callable[[], Ticket | None]) -> Iterator[Outcome]:
-        """Give rows to the next requests and read at most `chunk` tokens of their prompts."""
+    def read(self, next_ticket: Callable[[], Ticket | None]) -> Iterator[list[Outcome]]:
+        """Give rows to the next requests and read at most `chunk` tokens of their prompts, or all of them.
+
+        Yields what each pass ends.
+        """
         budget = self.chunk
         while budget > 0:
             self._admit(next_ticket)
@@ -77,9 +82,13 @@ class Intake:
                 budget -= self._read(rows, budget)
                 outcomes = self._begin(rows)
             except Exception as error:  # a request's own failure; one of the device shows again in the next round
+                if self.reads_all:
+                    raise
                 logger.exception("prefill failed")
                 outcomes = self._give_up(rows, f"prefill failed: {first_line(error)}")
-            yield from outcomes
+            yield outcomes
+            if self.reads_all:
+                budget = self.chunk
 
     def drop(self, row: Row) -> None:
         """Forget a row whose request has ended."""
@@ -90,7 +99,7 @@ class Intake:
         """Drop what the cache holds of a row."""
         # Not to be offered as a prefix to a later request: NaN in it would spread.
         row.tokens = array("q")
-        self.batch.set_length(row.number, 0)
+        self.batch.end([row.number], [0])
         self.batch.clear(row.number)
 
     def _give_up(self, rows: list[Row], failure: str) -> list[Outcome]:
@@ -105,50 +114,54 @@ class Intake:
 
     def _admit(self, next_ticket: Callable[[], Ticket | None]) -> None:
         """Give rows to the next requests, as many as the next passes read."""
-        while len(self.rows.busy()) < self.batch.max_rows:
-            if sum(row.unread for row in self.reading) >= self.chunk:
-                return
+        unread = sum(row.unread for row in self.reading)
+        admitted: list[Row] = []
+        while self.rows.idle and unread < self.chunk:
             ticket, self.held = self.held or next_ticket(), None
             if ticket is None:
-                return
+                break
             prompt = np.array(ticket.request.prompt, dtype=np.int64)
             # Once the row that reads the same prefix has read it, it is copied.
             head = prompt[:LEAST_SHARED].tobytes()
-            if len(prompt) > LEAST_SHARED and any(row.job is not None and row.job.head == head for row in self.reading):
+            is_read = not self.reads_all and len(prompt) > LEAST_SHARED
+            if is_read and any(row.job is not None and row.job.head == head for row in self.reading):
                 self.held = ticket
-                return
-            self.reading.append(self._give_row(ticket, prompt))
+                break
+            row = self._give_row(ticket, prompt)
+            unread += row.unread
+            admitted.append(row)
+            self.reading.append(row)
+        if admitted:
+            self._assign(admitted)
 
     def _give_row(self, ticket: Ticket, prompt: np.ndarray) -> Row:
         """Give a row to a request, and the prefix that some row shares with it."""
-        request, batch = ticket.request, self.batch
-        choice = self.rows.choose(prompt)
-        assert choice is not None
-        row, source, cached = choice
+        request = ticket.request
+        row, source, cached = self.rows.take(prompt)
         if request.scores_prompt:  # each of its tokens has to be read
             source, cached = row, 0
         # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:
-            batch.copy_prefix(source.number, row.number, cached)
+            self.batch.copy_prefix(source.number, row.number, cached)
         row.tokens = array("q", prompt[:cached].tobytes())
-        batch.set_length(row.number, cached)
-        # Every row has a seed, so that its random numbers do not depend on the other rows.
-        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        batch.assign(row.number, request.sampling, seed, request.speculate)
-        row.job = Running(
-            ticket,
-            prompt,
-            prompt[:LEAST_SHARED].tobytes(),
-            time.perf_counter(),
-            reads_alone=request.scores_prompt,
-        )
-        ticket.cached_prompt_tokens = cached
+        row.job = Running(ticket, prompt, prompt[:LEAST_SHARED].tobytes(), reads_alone=request.scores_prompt)
+        ticket.started, ticket.cached_prompt_tokens = time.perf_counter(), cached
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()
-            row.job.trace.read(prompt[:cached])
+            if cached:
+                row.job.trace.read(prompt[:cached])
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.cached_prompt_tokens += cached
         return row
+
+    def _assign(self, rows: list[Row]) -> None:
+        """Set what the batch needs to know of requests that have just got rows."""
+        requests = [row.job.ticket.request for row in rows if row.job is not None]
+        samplings = [request.sampling for request in requests]
+        # Every row has a seed, so that its random numbers do not depend on the other rows.
+        seeds = [secrets.randbits(64) if sampling.seed is None else sampling.seed for sampling in samplings]
+        numbers, lengths = [row.number for row in rows], [len(row.tokens) for row in rows]
+        self.batch.assign(numbers, lengths, samplings, seeds, [request.speculate for request in requests])
 
     def _next_rows(self, budget: int) -> list[Row]:
         """The rows of the next pass: the first one whose prompt is read, and rows next to it that are as far."""
@@ -158,7 +171,7 @@ class Intake:
             return [first]
         others = [row for row in self.reading if row.job is not None and not row.job.reads_alone]
         equal = {row.number: row for row in others if len(row.tokens) == start}
-        groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget, gap=0)
+        groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget)
         group = next(group for group in groups if group.start <= first.number < group.stop)
         return [equal[number] for number in range(group.start, group.stop)]
 
@@ -191,11 +204,11 @@ class Intake:
         """Choose the first tokens of those rows whose prompts were read. They take part in the next round."""
         complete = [number for number, row in enumerate(rows) if not row.unread]
         chosen = []
-        for part in joined_rows([(number, 1) for number in complete], len(rows), gap=0):
+        scored = any(row.job.ticket.request.alternatives for row in rows if row.job is not None)
+        for part in joined_rows([(number, 1) for number in complete], len(rows)):
             jobs = [row.job for row in rows[part] if row.job is not None]
             kind = self.batch.kind_of([job.ticket.request.sampling for job in jobs])
             numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
-            scored = any(job.ticket.request.alternatives for row in rows if (job := row.job) is not None)
             prompts = [job.prompt for job in jobs]
             chosen.append(self.batch.first_tokens(numbers, part, prompts, kind, scored))
         # One transfer for all that the host reads.
@@ -204,6 +217,5 @@ class Intake:
             Outcome(rows[number], int(root), logprob, int(fault), more or None)
             for number, (root, logprob, fault, *more) in zip(complete, lines, strict=True)
         ]
-        for outcome in outcomes:
-            self.reading.remove(outcome.row)
+        self.reading = [row for row in self.reading if row.unread]
         return outcomes

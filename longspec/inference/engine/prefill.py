@@ -21,8 +21,6 @@ PREFILL_TOKENS = 4096
 PREFILL_ROWS = 8
 """Largest number of rows per pass, unless one pass reads all their tokens. Each pass reads the prefix of its rows
 again, so chunks must be long."""
-LEAST_PREFILL_TOKENS = 512
-"""A pass over fewer tokens takes as long, because it reads the same weights."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 
@@ -116,12 +114,11 @@ class PromptReader:
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
 
 
-def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int, gap: int) -> list[slice]:
+def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
     """Groups of consecutive rows that passes from one position on read together.
 
     unread: the number of each row with unread tokens, in ascending order, and how many these are. most_tokens: of a
-    pass. gap: largest number of tokens of padding for which rows without unread tokens are read along; 0 separates
-    groups at such rows.
+    pass.
     """
     groups: list[slice] = []
     longest = 0
@@ -129,8 +126,7 @@ def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int, gap: int) -
         if groups:
             first, stop = groups[-1].start, groups[-1].stop
             count, most = row + 1 - first, max(longest, rest)
-            fits = count <= PREFILL_ROWS or count * most <= most_tokens
-            if fits and (row == stop or (row - stop) * rest < gap):
+            if row == stop and (count <= PREFILL_ROWS or count * most <= most_tokens):
                 groups[-1], longest = slice(first, row + 1), most
                 continue
         groups.append(slice(row, row + 1))

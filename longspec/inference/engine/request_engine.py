@@ -9,15 +9,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
-from longspec.inference.adaptive.plans import MOST_SERVED_NODES
 from longspec.inference.device import free_bytes
-from longspec.inference.drafting.lookup import BRANCH_SIZES
+from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.admission import (
     SHARE,
@@ -26,48 +25,64 @@ from longspec.inference.engine.admission import (
     fitting_rows,
     longest_request,
     row_capacity,
+    slots_for,
 )
-from longspec.inference.engine.batch import PREFILL_CHUNK, REPEATED, Batch
+from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, REPEATED, Batch, new_drafter
+from longspec.inference.engine.kernel_key import kernel_key
 from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.worker import Worker
-from longspec.inference.methods import AUTO, Drafting, list_length
+from longspec.inference.memory import row_bytes
+from longspec.inference.methods import Drafting, list_length
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import GREEDY, SamplingKind
 from longspec.inference.select_runner import make_runner
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
+from longspec.models.target_files import position_limit
 from longspec.models.target_split import rank_config
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made for. The less its requests may ask for, the fewer kernels a round has."""
+
+    drafting: Drafting
+    """Checked settings."""
+    max_rows: int
+    """Requests that run at the same time."""
+    memory: int | None = None
+    """Bytes for their caches and passes; None takes 90% of the free memory."""
+    longest: int | None = None
+    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None gives rows up to the
+    target's whole context."""
+    prefill_chunk: int = PREFILL_CHUNK
+    """Most prompt tokens that are read between two rounds."""
+    attention: str = "auto"
+    """As for `longspec.generate`."""
+    compile: bool = True
+    """As for `longspec.generate`."""
+    kinds: tuple[SamplingKind, ...] = KINDS
+    """The kinds of sampling of the requests: KINDS for any, or a single one."""
+    details: bool = True
+    """Whether requests may ask for log-probabilities and traces, and to decode without speculation."""
+    together: bool = False
+    """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
+    Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
+
+
 class RequestEngine:
     """Answers requests with continuous batching; a row that finishes goes to the next request at once."""
 
-    def __init__(
-        self,
-        model: GlideMixin,
-        drafting: Drafting,
-        max_rows: int,
-        memory: int | None = None,
-        longest: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
-        attention: str = "auto",
-        compile: bool = True,
-        details: bool = True,
-    ) -> None:
-        """drafting: checked settings. max_rows: requests that run at the same time. memory: bytes for their caches and
-        passes; None takes 90% of the free memory. longest: most tokens of a prompt and its answer, for which rows are
-        given up if memory is short; None gives rows up to the target's whole context. prefill_chunk: most prompt tokens
-        of a pass. attention, compile: as for `longspec.generate`. details: whether requests may ask for
-        log-probabilities and traces.
-
-        Raises UserError if the memory does not suffice.
-        """
+    def __init__(self, model: GlideMixin, settings: EngineSettings) -> None:
+        """Raises UserError if the memory does not suffice."""
         self.model = model
-        settings = (drafting, max_rows, memory, longest, prefill_chunk, attention, compile, details)
+        self.settings = settings
         self.batch = repeat_calls(_build, model, {"settings": settings}, REPEATED)
-        self.worker = Worker(self.batch, self.batch.max_rows, prefill_chunk)
+        self.worker = Worker(self.batch, None if settings.together else settings.prefill_chunk)
         self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.waiting: deque[Ticket] = deque()
@@ -111,11 +126,16 @@ class RequestEngine:
             self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self._deliver)
         return bool(self.open)
 
-    def close(self) -> None:
-        """Let the other ranks that share the target go on. No request may be left."""
+    def close(self, keeps: bool = False) -> None:
+        """Let the other ranks that share the target go on.
+
+        keeps: whether all requests have ended without a fault, so that a later engine can have the batch.
+        """
         if not self._is_closed:
+            self._is_closed = True
+            if keeps and self.settings.together:
+                self.batch.retire()
             end_calls()
-        self._is_closed = True
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request, without touching the device."""
@@ -143,26 +163,54 @@ class RequestEngine:
                 self.on_finished()
 
 
-def _build(model: GlideMixin, settings: tuple[Any, ...]) -> Batch:
-    """The batch of an engine with these settings, which are the arguments of `RequestEngine`."""
-    drafting, max_rows, memory, longest, prefill_chunk, attention, compile, details = settings
-    runner = make_runner(model, attention, compile)
+def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
+    """The batch of an engine with these settings."""
+    runner = make_runner(model, settings.attention, settings.compile)
+    with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
+        return _borrow(runner, settings) if settings.together else _fit(runner, settings)
+
+
+def _borrow(runner: Runner, settings: EngineSettings) -> Batch:
+    """A batch for requests that start together, which an earlier engine may have left."""
+    assert settings.longest is not None
+    drafting, (kind,), rows = settings.drafting, settings.kinds, settings.max_rows
+    room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
+    kernels = kernel_key(runner, drafting, kind, rows, room)
+    pool_kind = engine_pool.batch_kind(kernels, runner)
+    if (batch := engine_pool.borrow(pool_kind, room, runner)) is not None:
+        return batch
+
+    def build() -> Batch:
+        drafter = new_drafter(runner, drafting, 1, GREEDY, is_served=False)
+        nodes, depth, dtype = drafter.nodes, drafter.depth, runner.dtype
+        size = rows * row_bytes(runner.config, dtype, room + depth, nodes)
+        size += head_bytes(runner.config, dtype, list_length(runner.model, drafting), rows)
+        pooled = engine_pool.Pooled(pool_kind, room, size)
+        # A drafting method of the user's own may be unable to start one row after another.
+        own_rows = 1 if type(drafter).share is DraftState.share else rows
+        return Batch(runner, drafting, own_rows, slots_for(room, depth, nodes), 1, (kind,), False, pooled)
+
+    return engine_pool.with_released_memory(runner.model, build)
+
+
+def _fit(runner: Runner, settings: EngineSettings) -> Batch:
+    """A batch whose rows fit into the memory."""
+    model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
     engine_pool.release(model)  # the budget follows from the free memory
     if runner.device.type == "cuda":
         torch.cuda.empty_cache()
-    whole_tree = 1 + sum(drafting.tree_shape) + (sum(BRANCH_SIZES) if drafting.lookup_branches else 0)
-    by_method = {"vanilla": 1, "tree": min(drafting.tree_nodes or whole_tree, whole_tree), AUTO: MOST_SERVED_NODES}
-    nodes, listed = by_method.get(drafting.method, drafting.gamma + 1), list_length(model, drafting)
+    nodes = new_drafter(runner, drafting, 1, GREEDY, is_served=True).nodes
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
+    memory, rows = settings.memory, settings.max_rows
     if memory is None:
         memory = least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
-    fixed = head_bytes(config, runner.dtype, listed, max_rows) + chunk_bytes(config, runner.dtype, prefill_chunk)
+    listed = list_length(model, drafting)
+    fixed = head_bytes(config, dtype, listed, rows) + chunk_bytes(config, dtype, settings.prefill_chunk)
     if longest is not None:
-        max_rows = min(max_rows, fitting_rows(config, runner.dtype, longest, nodes, memory - fixed))
-    capacity = row_capacity(config, runner.dtype, max_rows, nodes, memory, fixed, longest)
-    with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-        return Batch(runner, drafting, max_rows, capacity, prefill_chunk, details)
+        rows = min(rows, fitting_rows(config, dtype, longest, nodes, memory - fixed))
+    capacity = row_capacity(config, dtype, rows, nodes, memory, fixed, longest)
+    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details)
 
 
 def check_positive(**values: int) -> None:

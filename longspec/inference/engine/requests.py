@@ -135,8 +135,10 @@ class Ticket:
     on_event: OnEvent
     submitted: float
     """time.perf_counter() at submission."""
+    started: float = 0.0
+    """The same at the start of prefill."""
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose keys and values are reused. Set when the request gets its row."""
+    """Prompt tokens whose keys and values are reused. Set at the start of prefill."""
     cancelled: bool = False
     """Set by `cancel`; the engine's thread acts on it before its next round."""
     failure: str = ""

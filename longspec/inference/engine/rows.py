@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,9 +21,8 @@ class Running:
     """int64 [P]."""
     head: bytes
     """Its first tokens, by which equal prefixes are recognized."""
-    started: float
-    """time.perf_counter() at the start of prefill; the other times are of the same clock."""
     first_token: float = 0.0
+    """time.perf_counter(), as the other times."""
     last_token: float = 0.0
     reads_alone: bool = False
     """Whether a pass with other rows has failed."""
@@ -39,7 +38,7 @@ class Running:
         """Times of the request, once it has ended."""
         submitted = self.ticket.submitted
         return Timings(
-            queue_s=self.started - submitted,
+            queue_s=self.ticket.started - submitted,
             ttft_s=self.first_token - submitted if self.new_tokens else 0.0,
             decode_s=self.last_token - self.first_token,
             rounds=self.rounds,
@@ -78,12 +77,21 @@ class Row:
         """Number of prompt tokens that were not read."""
         return 0 if self.job is None else len(self.job.prompt) - len(self.tokens)
 
+    @property
+    def missing(self) -> int:
+        """Number of tokens that the answer lacks to its limit."""
+        return 0 if self.job is None else self.job.ticket.request.max_new_tokens - self.job.new_tokens
+
 
 class Rows:
     """All rows, by number."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shares_prefixes: bool = True) -> None:
+        """shares_prefixes: whether a request reuses tokens that a row holds."""
         self._rows = [Row(number) for number in range(count)]
+        self._shares_prefixes = shares_prefixes
+        self.idle = deque(self._rows)
+        """Rows without a request, the one that was unused for the longest time first."""
         self._releases = 0
 
     def __getitem__(self, number: int) -> Row:
@@ -97,30 +105,32 @@ class Rows:
         """Rows past prefill, which take part in rounds."""
         return [row for row in self._rows if row.job is not None and row.job.root is not None]
 
-    def choose(self, prompt: np.ndarray) -> tuple[Row, Row, int] | None:
+    def take(self, prompt: np.ndarray) -> tuple[Row, Row, int]:
         """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length.
 
         These are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one
-        that was unused for the longest time. At least one token of the prompt stays to be read. None if all are busy.
+        that was unused for the longest time. At least one token of the prompt stays to be read. One row must be idle.
         """
-        idle = [row for row in self._rows if row.job is None]
-        if not idle:
-            return None
-        # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
-        lengths = [common_prefix(prompt[:-1], row.tokens) for row in self._rows]
-        # Among equal prefixes, take that of the row that loses least.
-        source = max(self._rows, key=lambda row: (lengths[row.number], row.job is None, -len(row.tokens)))
-        length = lengths[source.number]
-        # A row that would lose most of its tokens keeps them: its own conversation may go on.
-        if source.job is None and 2 * length >= len(source.tokens):
-            return source, source, length
-        return min(idle, key=lambda row: row.last_used), source, length
+        row = source = self.idle[0]
+        length = 0
+        if self._shares_prefixes:
+            # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
+            lengths = [common_prefix(prompt[:-1], other.tokens) for other in self._rows]
+            # Among equal prefixes, take that of the row that loses least.
+            source = max(self._rows, key=lambda other: (lengths[other.number], other.job is None, -len(other.tokens)))
+            length = lengths[source.number]
+            # A row that would lose most of its tokens keeps them: its own conversation may go on.
+            if source.job is None and 2 * length >= len(source.tokens):
+                row = source
+        self.idle.remove(row)
+        return row, source, length
 
     def release(self, row: Row) -> None:
         """Make a row idle; its tokens stay."""
         self._releases += 1
         row.last_used = self._releases
         row.job = None
+        self.idle.append(row)
 
     def swap(self, a: Row, b: Row) -> None:
         """Exchange the numbers of two rows."""

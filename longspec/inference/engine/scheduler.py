@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from longspec.errors import first_line
 from longspec.inference.arguments import checked_drafting
 from longspec.inference.engine.batch import PREFILL_CHUNK
-from longspec.inference.engine.request_engine import RequestEngine, check_positive
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine, check_positive
 from longspec.inference.engine.requests import (
     FinishReason,
     NotServing,
@@ -61,7 +61,8 @@ class Scheduler:
         drafting = Drafting(method, tree_shape, gamma, tree_rule, tree_nodes, lookup_branches)
         drafting = checked_drafting(model, drafting, allow_untrained_draft)
         check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
-        self.engine = RequestEngine(model, drafting, max_rows, memory, None, prefill_chunk, attention, compile)
+        settings = EngineSettings(drafting, max_rows, memory, None, prefill_chunk, attention, compile)
+        self.engine = RequestEngine(model, settings)
         self.engine.on_finished = self._note_finished
         self.batch, self._worker = self.engine.batch, self.engine.worker
         self.longest = self.engine.longest

@@ -39,10 +39,11 @@ class Worker:
     never waits for the host. A request that has ended can thus take part in one more round, whose result is dropped.
     """
 
-    def __init__(self, batch: Batch, max_rows: int, prefill_chunk: int) -> None:
-        """prefill_chunk: most prompt tokens that are read between two rounds."""
+    def __init__(self, batch: Batch, prefill_chunk: int | None) -> None:
+        """prefill_chunk: most prompt tokens that are read between two rounds; None for requests that start together,
+        each on a row of its own."""
         self.batch = batch
-        self.rows = Rows(max_rows)
+        self.rows = Rows(batch.max_rows, shares_prefixes=prefill_chunk is not None)
         self.counts = Counts()
         self.outbox: list[tuple[Ticket, Event]] = []
         self.ahead = 1 if batch.runner.capturable else 0
@@ -50,6 +51,8 @@ class Worker:
         self._launches: deque[Launch] = deque()
         self._size = 1
         """Rows of the newest round."""
+        self._ended: list[Row] = []
+        """Rows whose requests have ended, but which the batch has not taken out of the rounds."""
         self.controller: Controller | None = None
         """Chooses the plans of method "auto"."""
         if batch.plans:
@@ -63,26 +66,34 @@ class Worker:
         """
         for row in self.rows.busy():
             self._end_if_unwanted(row)
+        self._take_out()
         held = self.intake.held
         if held is not None and held.cancelled:
             self.intake.held = None
             self.refuse(held, "cancelled")
         events = len(self.outbox)
         start = time.perf_counter()
-        for outcome in self.intake.read(next_ticket):
-            self._begin(outcome)
+        for outcomes in self.intake.read(next_ticket):
+            for outcome in outcomes:
+                self._begin(outcome)
+            self._take_out()
         self.counts.prefill_s += time.perf_counter() - start
         if len(self.outbox) > events:
             deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
-        if running:
+        # A round emits a token or more in each running row.
+        is_needed = max((row.missing for row in running), default=0) > len(self._launches)
+        if is_needed:
             self._launches.append(self._launch(running))
         # The host has time until the round ends: clients get the tokens that were read last.
         deliver()
         if self.controller is not None:
             self.controller.think()
-        while len(self._launches) > (self.ahead if running else 0):
+        while len(self._launches) > (self.ahead if is_needed else 0):
             self._note(self._launches.popleft())
+        self._take_out()
+        if not self.ahead or not self.rows.busy():
+            deliver()
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request that has a row, without touching the device."""
@@ -143,18 +154,21 @@ class Worker:
         """The plan of a round of method "auto"; None for other methods.
 
         The answer to a request with a seed must not depend on the other requests. Above temperature 0 the plan decides
-        which random numbers an answer takes, so one plan is played as long as such a request runs.
+        which random numbers an answer takes, so one plan is played as long as such a request runs, unless all requests
+        start together.
         """
         if self.controller is None:
             return None
         requests = [row.job.ticket.request for row in running if row.job is not None]
-        if any(request.sampling.seed is not None and request.sampling.temperature > 0 for request in requests):
+        is_seeded = any(request.sampling.seed is not None and not request.sampling.greedy for request in requests)
+        if is_seeded and not self.intake.reads_all:
             plan = self.controller.impose(self.batch.plans[-1])
         else:
             plan = self.controller.choose()
+        stale = [row.number for row in running if row.ring_is_stale]
+        if plan.feeds_draft and stale:
+            self.batch.refill_draft(stale)
         for row in running:
-            if plan.feeds_draft and row.ring_is_stale:
-                self.batch.refill_draft(row.number)
             row.ring_is_stale = not plan.feeds_draft
         return plan
 
@@ -237,8 +251,14 @@ class Worker:
 
     def _stop(self, row: Row, reason: FinishReason, message: str = "") -> None:
         """End a row's request and keep what the cache holds of it."""
-        self.batch.end(row.number, len(row.tokens))
+        self._ended.append(row)
         self._finish(row, reason, message)
+
+    def _take_out(self) -> None:
+        """Take the rows that have ended out of the rounds. No other request may have got them."""
+        if self._ended:
+            self.batch.end([row.number for row in self._ended], [len(row.tokens) for row in self._ended])
+            self._ended.clear()
 
     def _finish(self, row: Row, reason: FinishReason, message: str = "") -> None:
         job = row.job

@@ -1,0 +1,63 @@
+"""One batch of prompts without requests, for teacher-forced rounds and measurements of single ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import Fault, TargetCache
+from longspec.inference.drafting.proposal import Drafter
+from longspec.inference.engine.admission import slots_for
+from longspec.inference.engine.prefill import PREFILL_TOKENS, PromptReader
+from longspec.inference.engine.rounds import Rounds
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import Sampler
+
+
+class StaticBatch(Rounds):
+    """The rounds of a ragged batch of prompts, with caches of its own."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter,
+        sampler: Sampler,
+        prompts: Tensor,
+        prompt_lengths: Sequence[int],
+        max_new_tokens: int,
+    ) -> None:
+        """Allocate the caches. `prefill` reads the prompts.
+
+        prompts: LongTensor [B, P], padded on the right. prompt_lengths: tokens per row without padding, at least 1.
+        max_new_tokens: per row; the cache has room for them.
+        """
+        self.prompts = prompts
+        self.prompt_lengths = list(prompt_lengths)
+        capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
+        positions = sampler.settings.positions if sampler.has_settings else None
+        sampler.reserve(capacity)
+        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, positions)
+        super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
+        runner.prepare(capacity)
+        drafter.reserve(capacity)
+
+    def prefill(self) -> Tensor:
+        """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
+        reader, ends = PromptReader(self.runner, self.cache, 1), []
+        for row, length in enumerate(self.prompt_lengths):
+            own = slice(row, row + 1)
+            for start in range(0, length, PREFILL_TOKENS):
+                end = min(start + PREFILL_TOKENS, length)
+                hidden = reader.read(own, self.prompts[own, start:end], start, [end])
+            ends.append(hidden)
+        last_hidden = torch.cat(ends)
+        if self.drafter.reads_hidden:
+            self.cache.newest_hidden.copy_(last_hidden)
+        self.drafter.start(self.prompts, self.cache.lengths.long())
+        self.cache.faults.zero_()
+        logits = self.runner.logits(last_hidden)[:, 0]
+        watch = self.cache.watch(Fault.TARGET)
+        self.root.copy_(self.sampler.first_tokens(logits, self.prompts, self.prompt_lengths, watch))
+        return self.root.clone()
