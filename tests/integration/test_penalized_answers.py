@@ -12,7 +12,7 @@ from transformers import GenerationMixin
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference.answering import answer_all
+from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting
 from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.requests import Request
@@ -93,7 +93,7 @@ def answered(model: GlideMixin, method: str, temperature: float = 0.0) -> list[l
         requests.append(Request(PROMPTS[number % 3], NEW_TOKENS + 3 * number, sampling))
     drafting = checked_drafting(model, Drafting(method, **METHODS[method]), True)
     found: list[list[int]] = [[] for _ in requests]
-    answer_all(model, drafting, requests, 3, lambda number, tokens, ended: found[number].extend(tokens))
+    answer_all(model, drafting, requests, 3, Listener(lambda number, event: found[number].extend(event.ids)))
     return found
 
 

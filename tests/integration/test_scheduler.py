@@ -290,7 +290,7 @@ def test_prefill_and_the_head_of_a_draft_with_a_list_count(models: Models, metho
     model = models("qwen2", "listed")
     config, rows = model.config, 3
     head = head_bytes(config, model.dtype, len(LISTED), rows)
-    nodes = {"auto": 16, "tree": 12}.get(method, SMALL["gamma"] + 1)
+    nodes = {"auto": 12, "tree": 12}.get(method, SMALL["gamma"] + 1)
     slot = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * 4
     chunk = chunk_bytes(config, model.dtype, SMALL["prefill_chunk"])
     memory = rows * (512 * slot + nodes * config.vocab_size * ROUND_BYTES) + chunk
