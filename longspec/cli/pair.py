@@ -105,7 +105,8 @@ class LoadedPair:
         # `open_pair` has said which of them the target's generation config sets.
         ignored = {name: None for name in WITHOUT_FILE if name not in self.applied}
         given = {name: value for name, value in vars(sampling).items() if value is not None}
-        return ignored | given | with_word_ids(given.pop("token_options"), self.tokenizer)
+        penalties = with_word_ids(given.pop("token_options"), self.tokenizer)
+        return ignored | given | penalties
 
     def answer_all(
         self,

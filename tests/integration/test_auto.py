@@ -20,7 +20,7 @@ from longspec.inference import engine_pool
 from longspec.inference.adaptive import measurement
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
 from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.engine import batch as batch_module
@@ -257,6 +257,23 @@ def test_trees_on_a_cpu_have_narrow_levels_and_paths_within_their_nodes(tmp_path
     trees = [plan for plan in plans if plan.kind == "tree"]
     assert drafters.tree is not None and drafters.tree.shape == (CPU_WIDTH,) * 3
     assert [drafters.for_plan(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [5, 11]
+
+
+def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> None:
+    """The largest tree and the lookup chains, in `generate` and on a server."""
+    assert [plan.name for plan in plans_for(Drafting("auto", tree_nodes=20), on_cpu=False)] == [
+        *("vanilla", "lookup 5", "lookup 16", "tree 16 of 2 levels", "tree 16 of 5 levels"),
+        *("tree 20 of 3 levels", "tree 20 of 5 levels"),
+    ]
+    served = served_plans(Drafting("auto", gamma=7, has_draft=False), on_cpu=True)
+    assert [plan.name for plan in served] == ["vanilla", "lookup 8"]
+    ids, _, (row,) = prompts(20)
+    model = make_pair(tmp_path)
+    out = generate(model, ids, **SETTINGS, tree_nodes=4, gamma=2)
+    assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
+    assert set(out.stats.rounds_by_plan) <= {"vanilla", "lookup 3", "tree 4 of 2 levels", "tree 4 of 3 levels"}
+    with pytest.raises(UserError, match="gamma: 0"):
+        generate(model, ids, **SETTINGS, gamma=0)
 
 
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:

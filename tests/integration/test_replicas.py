@@ -125,7 +125,7 @@ def test_the_progress_of_a_second_run_of_a_process_starts_anew(capsys: pytest.Ca
     replicas = Replicas()
     for done in (0, 2):
         job = ResumableJob(5, "prompt", None, StopSignals(), replicas)
-        job.run(range(done, 5), lambda unit: 1, lambda unit, count: count(1, 1), done)
+        job.run(range(done, 5), lambda unit: 1, lambda units, count: [count(1, 1) for _ in units], done)
         assert "5/5" in capsys.readouterr().err.split("\r")[-1]
 
 
