@@ -16,7 +16,7 @@ from longspec.inference.methods import Drafting
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
-PLANS = {plan.name for plan in served_plans(Drafting("auto", SMALL["tree_shape"]), on_cpu=True)}
+PLANS = {plan.name for plan in served_plans(Drafting("auto", SMALL["tree_shape"], SMALL["gamma"]), on_cpu=True)}
 
 
 @pytest.fixture
