@@ -5,7 +5,6 @@ import fcntl
 import json
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,8 +32,6 @@ class FolderLock:
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError, and changes nothing, if another run holds the lock or the file cannot be written."""
         self.folder = Path(folder)
-        self.token = secrets.token_hex(8)
-        """Random text in the file, by which other processes recognize this lock."""
         self.descriptor = self._acquire()
         # A loading process that outlives its rank must not hold the lock.
         os.register_at_fork(after_in_child=self.release)
@@ -63,7 +60,7 @@ class FolderLock:
                 f"output_dir: another run{holder} is writing to {self.folder}; wait for it, stop it, or give another "
                 "output_dir"
             ) from error
-        holder_fields = {"host": socket.gethostname(), "pid": os.getpid(), "token": self.token}
+        holder_fields = {"host": socket.gethostname(), "pid": os.getpid()}
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder_fields).encode(), 0)
@@ -134,14 +131,6 @@ def _flock(descriptor: int, file: Path, wait: bool = False) -> None:
         if error.errno not in UNSUPPORTED:
             raise UserError(f"{file}: cannot be locked ({error.strerror})") from error
         logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
-
-
-def holder_token(folder: Path) -> str | None:
-    """The token of the folder's last lock; None if this host sees none."""
-    try:
-        return str(json.loads((folder / LOCK_NAME).read_text())["token"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def _named(holder: str) -> str:

@@ -1,16 +1,14 @@
 """Cached tables on disk. They are built once, and their content is verified before each use."""
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from filelock import FileLock
 
+from longspec.digests import file_digests
 from longspec.errors import UserError, first_line
 from longspec.extras import extra
 from longspec.replacing import replacing
@@ -87,14 +85,7 @@ def _digests(folder: Path) -> list[tuple[str, str]]:
     """Name and digest of each Arrow file below `folder`."""
     paths = _arrow_files(folder)
     names = [str(path.relative_to(folder)) for path in paths]
-    # Hashing releases the GIL.
-    with ThreadPoolExecutor(min(max(1, len(paths)), os.cpu_count() or 1)) as pool:
-        return list(zip(names, pool.map(_digest, paths), strict=True))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    return list(zip(names, file_digests(paths), strict=True))
 
 
 def _arrow_files(folder: Path) -> list[Path]:

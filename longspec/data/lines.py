@@ -22,8 +22,8 @@ Files = str | Path | Iterable[str | Path]
 
 SUFFIXES = (".jsonl", ".json")
 """Suffixes of the data files in a folder."""
-VERSION = 1
-"""Version of the cached table of lines. Increase it when the columns change."""
+VERSION = 2
+"""Version of the cached tables. Increase it when the columns of lines or the digests of tables change."""
 LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "int64"}
 """Columns of the table of lines (see `index_lines`)."""
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from longspec.errors import UserError
 from longspec.jobs.results import ReadLine, Results, part_path
 from longspec.locks import locked_file
-from longspec.ranks.replicas import Replicas
+from longspec.ranks.replicas import LostRank, Replicas
 from longspec.signals import StopSignals, exit_code
 
 T = TypeVar("T")
@@ -79,10 +79,13 @@ class ResumableJob:
                     bar.set_postfix_str(f"{all_tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
                 bar.update(self.replicas.count(ITEMS, items) - bar.n)
 
-            count(0, done if self.replicas.rank == 0 else 0)
-            share = (units[index] for index in self.replicas.share([load(unit) for unit in units]))
-            work(takewhile(lambda unit: not self.is_stopped(), share), count)
-            self.is_lost = not self.replicas.meet(self.stop, count)
+            try:
+                count(0, done if self.replicas.rank == 0 else 0)
+                share = (units[index] for index in self.replicas.share([load(unit) for unit in units]))
+                work(takewhile(lambda unit: not self.is_stopped(), share), count)
+                self.replicas.meet(self.stop, count)
+            except LostRank:
+                self.is_lost = True
 
     def is_stopped(self) -> bool:
         """Whether a rank has received a stop signal."""
@@ -96,7 +99,7 @@ class ResumableJob:
         received = self.stop.received
         if not self.is_lost and received is None:
             return
-        if self.replicas.reports_loss() if self.is_lost else self.replicas.rank == 0:
+        if self.replicas.reports_loss if self.is_lost else self.replicas.rank == 0:
             done = self.replicas.last_count(ITEMS) if self.is_lost else done
             cause = "a rank has ended" if received is None else f"stopped by {signal.Signals(received).name}"
             print(f"{cause}: {self._state(done)}", file=sys.stderr, flush=True)

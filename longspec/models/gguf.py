@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
+from tqdm import tqdm
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.gguf_tokenizer import write_tokenizer
-from longspec.models.weight_writing import write_weights
 
 MAGIC = b"GGUF"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -41,6 +44,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 BLOCK = 2**23
 """Number of values that are dequantized at a time."""
+MAX_SHARD = "4GB"
+NAMES_OF_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
@@ -84,7 +89,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
     blocks = partial(_blocks, stored, config)
-    write_weights(folder, shapes, config.dtype, blocks, f"converting {file.name}")  # type: ignore[arg-type]
+    _write_weights(folder, shapes, config.dtype, blocks, f"converting {file.name}")  # type: ignore[arg-type]
 
 
 def _check_whole(metadata: Mapping[str, Callable[..., Any]]) -> None:
@@ -224,3 +229,47 @@ def _check_complete(model_class: Any, config: PreTrainedConfig, shapes: dict[str
             f"incomplete {config.model_type} model: {len(differing)} weights are missing, unknown or have the wrong "
             f"shape, such as {differing[0]}"
         )
+
+
+def _write_weights(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    blocks: Callable[[str], Iterable[Tensor]],
+    label: str,
+) -> None:
+    """Write weights in the files that transformers would write, a block at a time, with a progress bar.
+
+    shapes: the shape of each weight. blocks: function from a weight's name to its rows in order, in contiguous parts of
+    `dtype`.
+    label: text of the progress bar, which appears after a second.
+    """
+    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    pattern = "model{suffix}.safetensors"
+    plan = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=MAX_SHARD)
+    size = sum(weight.nbytes for weight in weights.values())
+    with tqdm(total=size, desc=label, unit="B", unit_scale=True, delay=1) as bar:
+        for file, names in plan.filename_to_tensors.items():
+            with (folder / file).open("wb") as handle:
+                # Readers expect the weights without gaps; safetensors itself sorts them by name.
+                handle.write(_header({name: weights[name] for name in sorted(names)}))
+                for name in sorted(names):
+                    for block in blocks(name):
+                        bar.update(handle.write(block.view(torch.uint8).numpy().data))
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
+
+
+def _header(weights: Mapping[str, Tensor]) -> bytes:
+    """A safetensors header: its length as 8 bytes, then JSON with the place of each weight, padded to 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, weight in weights.items():
+        end = start + weight.nbytes
+        dtype = NAMES_OF_DTYPES[weight.dtype]
+        entries[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -71,23 +71,6 @@ PACKAGED = {
 """Packaged targets by name."""
 
 
-def cached_folder(hub_id: str) -> Path | None:
-    """The folder of a model in the hub's cache, None unless it is complete. Does not use the network."""
-    # Here, because a list of the names must not wait for these imports.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    from longspec.models.weight_files import weight_files
-
-    try:
-        folder = Path(snapshot_download(hub_id, local_files_only=True, allow_patterns=list(HUB_FILES)))
-        weight_files(folder)
-    except (LocalEntryNotFoundError, UserError):
-        return None
-    # An interrupted download may have left any part of the files.
-    return folder if all((folder / name).is_file() for name in ("config.json", "tokenizer.json")) else None
-
-
 def fetched_folder(hub_id: str, problem: str) -> Path:
     """The folder of a model of the hub, downloaded into the hub's cache.
 

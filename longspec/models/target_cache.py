@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from longspec.errors import UserError, first_line
-from longspec.models.packaged_targets import PACKAGED, cached_folder, fetched_folder
+from longspec.models.packaged_targets import PACKAGED, fetched_folder
 from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
@@ -43,7 +43,7 @@ def _packaged_folder(name: str) -> Path:
     The network is the last resort: a host that cannot reach the hub still starts at once.
     """
     target = PACKAGED[name]
-    if target.hub_id is not None and (cached := cached_folder(target.hub_id)) is not None:
+    if target.hub_id is not None and (cached := _whole_download(target.hub_id)) is not None:
         return cached
     parts = target.installed_parts()
     if len(parts) == len(target.packages):
@@ -55,6 +55,16 @@ def _packaged_folder(name: str) -> Path:
     if target.hub_id is None:
         raise UserError(problem)
     return fetched_folder(target.hub_id, problem)
+
+
+def _whole_download(hub_id: str) -> Path | None:
+    """The folder of a model in the hub's cache, None unless it is complete."""
+    from longspec.models.weight_files import cached_folder  # imports torch
+
+    folder = cached_folder(hub_id)
+    # An interrupted download may have left any part of the files.
+    whole = folder is not None and all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    return folder if whole else None
 
 
 def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> Path:

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from longspec.errors import UserError
 from longspec.models.target_files import WEIGHT_ERRORS, WEIGHT_FILES, check_start
-from longspec.models.weight_files import weight_files
+from longspec.models.weight_files import cached_folder, weight_files
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes that need no scale."""
@@ -35,7 +33,7 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
     Reads the headers of the files. Of a hub id, only files that are already in the hub's cache are read.
     """
     method = _quant_method(config, target)
-    folder = Path(target) if Path(target).is_dir() else _cached_folder(str(target), revision)
+    folder = Path(target) if Path(target).is_dir() else cached_folder(str(target), revision)
     if folder is None:
         return
     _check_present(folder, target)
@@ -87,16 +85,6 @@ def _quant_method(config: PreTrainedConfig, target: str | Path) -> str | None:
             "unquantized weights"
         )
     return str(method)
-
-
-def _cached_folder(target: str, revision: str | None) -> Path | None:
-    """The folder of a hub id in the hub's cache, if it holds the whole target."""
-    try:
-        folder = Path(snapshot_download(target, revision=revision, local_files_only=True))
-        weight_files(folder)
-    except (OSError, HFValidationError, UserError):
-        return None
-    return folder
 
 
 def _check_present(folder: Path, target: str | Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_vocabulary import MAPS
-from longspec.models.target_files import WEIGHT_ERRORS, check_start, weight_problem
+from longspec.models.target_files import HUB_ERRORS, WEIGHT_ERRORS, check_start, weight_problem
 from longspec.untrusted import check_regular
 
 PICKLE_BYTES = 2**24
@@ -36,6 +37,16 @@ def weight_files(source: Path) -> list[Path]:
                 raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
             return [source / name for name in names]
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
+
+
+def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
+    """The folder of a target in the hub's cache, if it holds all weights. Does not use the network."""
+    try:
+        folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+        weight_files(folder)
+    except (*HUB_ERRORS, UserError):
+        return None
+    return folder
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

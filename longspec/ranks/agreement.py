@@ -3,13 +3,16 @@
 import logging
 import os
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -133,6 +136,23 @@ def from_every_rank(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=waiting_group())
     return values
+
+
+def check_shared(folder: Path, label: str = "") -> None:
+    """End all ranks with an error unless all of them see what rank 0 writes to a folder. label: precedes its name."""
+    mark = folder / from_rank_zero(lambda: Path(tempfile.mkdtemp(prefix=".shared-", dir=folder)).name)
+    views = from_every_rank((mark.exists(), socket.gethostname()))
+    others = [f"{rank} (on {host})" for rank, (sees_mark, host) in enumerate(views) if not sees_mark]
+
+    def check() -> None:
+        mark.rmdir()
+        if others:
+            raise UserError(
+                f"{label}{folder} is not one folder: rank {', '.join(others)} does not see what rank 0 writes there; "
+                "give a path on a disk that all hosts share"
+            )
+
+    from_rank_zero(check)
 
 
 def attempt(build: Callable[[], T]) -> tuple[list[T], str | None]:

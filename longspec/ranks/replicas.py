@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from longspec.errors import UserError
 from longspec.ranks.agreement import (
     attempt,
+    check_shared,
     connecting,
     from_every_rank,
     from_rank_zero,
@@ -119,19 +119,9 @@ class Replicas:
 
     def check_shared(self, folder: Path) -> None:
         """End all ranks with an error unless all of them see the files that rank 0 writes to a folder."""
-        if self._store is None:
-            return
-        mark = Path(self.from_rank_zero(lambda: tempfile.mkdtemp(prefix=".shared-", dir=folder)))
-
-        def check() -> None:
-            if not mark.exists():
-                raise UserError(f"{folder}: is not the folder of rank 0; give a path on a disk that all hosts share")
-
-        try:
-            self.together(check)
-        finally:
-            if self.rank == 0:
-                mark.rmdir()
+        if self._store is not None:
+            with self._connected():
+                check_shared(folder)
 
     def share(self, loads: Sequence[int]) -> list[int]:
         """The indices of this rank's items. All ranks must call it with the same loads."""
@@ -170,15 +160,15 @@ class Replicas:
         elif self._store.check([STOP]):
             stop.received = int(self._store.get(STOP))
 
-    def meet(self, stop: StopSignals, watch: Callable[[], object] = lambda: None) -> bool:
-        """Wait until every rank has called this. Returns False if one has ended before.
+    def meet(self, stop: StopSignals, watch: Callable[[], object] = lambda: None) -> None:
+        """Wait until every rank has called this. Raises LostRank if one has ended before.
 
         Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
         POLL_S seconds, and once more after it.
         """
         if self._store is None:
-            return True
-        try:
+            return
+        with self._connected():
             self._pass_on(stop)
             arrival = dist.barrier(group=waiting_group(), async_op=True)
             while not arrival.is_completed():
@@ -191,10 +181,8 @@ class Replicas:
             watch()
             # Rank 0 may host the store, so it leaves after the last use of it.
             from_every_rank(None)
-        except RuntimeError:
-            return False
-        return True
 
+    @cached_property
     def reports_loss(self) -> bool:
         """Whether this rank is to report that another one has ended. True on one of those that notice it."""
         try:
@@ -218,7 +206,7 @@ class LostRank(SystemExit):
         line = (
             f"rank {replicas.rank} of {replicas.size} ends, because another rank has ended; the same command continues"
         )
-        super().__init__(line if replicas.reports_loss() else 1)
+        super().__init__(line if replicas.reports_loss else 1)
 
 
 def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:

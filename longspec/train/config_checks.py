@@ -20,7 +20,7 @@ from longspec.errors import UserError
 from longspec.kernels.training.varlen import resolve_attention
 from longspec.train.config_schema import TrainConfig
 from longspec.train.losses import loss_names, own_loss
-from longspec.train.positions import BLOCK_LAGS, VARIANTS
+from longspec.train.positions import VARIANTS
 from longspec.train.recipe import MUON_FROM, muon_fits
 
 DTYPES = ("float32", "bfloat16")
@@ -90,11 +90,8 @@ def _check_choices(config: TrainConfig) -> None:
 
 def _check_depth(config: TrainConfig) -> None:
     """A chain of the trained depth must fit into the draft's window."""
-    if config.variant.name == "base":
-        depth = BLOCK_LAGS
-    else:
-        depth = config.variant.depth
-        _require(depth > 0, "variant.depth", "must be positive", depth)
+    depth = config.variant.largest_lag
+    _require(depth > 0, "variant.depth", "must be positive", depth)
     window = config.model.draft_options.window
     if window <= depth:
         raise UserError(f"config key model.window: {window}; it must be greater than the largest trained lag, {depth}")

@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from longspec.models.draft_files import OPTION_KEYS, checked_options
 from longspec.models.draft_layer import WINDOW, DraftOptions
+from longspec.train.positions import BLOCK_LAGS
 
 
 @dataclass
@@ -71,7 +72,12 @@ class VariantConfig:
     max_offset: int = MISSING
     """Largest offset of anchor-offset positions."""
     depth: int = MISSING
-    """Largest lag."""
+    """Largest lag of sinkpi-slicing."""
+
+    @property
+    def largest_lag(self) -> int:
+        """The largest lag that training covers."""
+        return BLOCK_LAGS if self.name == "base" else self.depth
 
 
 @dataclass

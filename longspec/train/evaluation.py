@@ -21,7 +21,7 @@ from longspec.train.distributed import data_parallel_rank_and_size, summed_by_na
 from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss
 from longspec.train.micro_batches import batch_positions, engine_inputs
-from longspec.train.positions import BLOCK_LAGS, micro_step_generator
+from longspec.train.positions import micro_step_generator
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ class DraftScores:
         return self.loss.score(hidden, target_hidden, labels, lm_head)
 
 
-def trained_depth(config: TrainConfig) -> int:
-    """The largest lag that training covers."""
-    return BLOCK_LAGS if config.variant.name == "base" else config.variant.depth
-
-
 def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
     """The number of rows that an evaluation reads, 0 without held-out data.
 
@@ -55,7 +50,7 @@ def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
 
     # A single row with a chain suffices, so the search stops at the first.
     count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
-    depth = trained_depth(config)
+    depth = config.variant.largest_lag
     for row in range(count):
         labels = inputs.collate_held_out([inputs.held_out[row]])["labels"]
         if chain_roots(labels, depth).any():
@@ -100,7 +95,7 @@ class Evaluation:
         self.inputs = inputs
         self.rows = rows
         self.scores = DraftScores(loss)
-        self.depth = trained_depth(config)
+        self.depth = config.variant.largest_lag
 
     def run(self, termination: Termination) -> dict[str, float]:
         """Means over the held-out rows of all ranks, the same on each; {} if a request to stop came first.

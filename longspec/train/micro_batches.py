@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.kernels.shared.device import upload
 from longspec.models.glide import Objective
 from longspec.train.config_schema import VariantConfig
-from longspec.train.positions import variant_positions
+from longspec.train.positions import anchor_offset_positions, contiguous_positions
 
 Batch = dict[str, Tensor]
 """A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1]."""
@@ -47,9 +47,9 @@ def take_micro_batches(arrays: Arrays, count: int) -> tuple[list[Batch], float]:
 def batch_positions(batch: Batch, variant: VariantConfig, max_positions: int, generator: torch.Generator) -> Tensor:
     """Position ids of a micro-batch, LongTensor [B, T] on the host."""
     rows, length = batch["input_ids"].shape
-    return variant_positions(
-        variant.name, batch["cu_seqlens"], (rows, length), variant.max_offset, max_positions, generator
-    )
+    if variant.name == "base":
+        return contiguous_positions(batch["cu_seqlens"], (rows, length))
+    return anchor_offset_positions(batch["cu_seqlens"], (rows, length), variant.max_offset, max_positions, generator)
 
 
 def engine_inputs(

@@ -68,20 +68,6 @@ def anchor_offset_positions(
     return positions + torch.where(positions < SINKS, 0, token_offsets)
 
 
-def variant_positions(
-    variant: str,
-    cu_seqlens: Tensor,
-    shape: tuple[int, int],
-    max_offset: int,
-    max_positions: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Position ids of a training variant, LongTensor of `shape` = [B, T]."""
-    if variant == "base":
-        return contiguous_positions(cu_seqlens, shape)
-    return anchor_offset_positions(cu_seqlens, shape, max_offset, max_positions, generator)
-
-
 def random_lags(segments: int, depth: int, generator: torch.Generator) -> Tensor:
     """One lag per segment, LongTensor [segments], uniform in 1 … depth.
 

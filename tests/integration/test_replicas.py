@@ -195,7 +195,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused(line: list[str], tmp_path: 
     launch = Launch(FAULTY, ["evaluate", *line, "--output_dir", "out"], tmp_path, DISKS=str(tmp_path))
     assert launch.codes == [2, 2]
     (message,) = launch.said
-    assert re.match(r"error: rank 1 on .*: out: is not the folder of rank 0; give a path on a disk", message)
+    assert re.match(r"error: out is not one folder: rank 1 \(on .*give a path on a disk", message)
 
 
 def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(

@@ -22,7 +22,8 @@ from longspec.train.engine import build_pair
 from longspec.train.evaluation import Evaluation, chain_roots, correct_depths, held_out_row_count
 from longspec.train.inputs import read_inputs
 from longspec.train.loss import DraftLoss
-from longspec.train.positions import micro_step_generator, variant_positions
+from longspec.train.micro_batches import batch_positions
+from longspec.train.positions import micro_step_generator
 
 VOCAB = byte_tokenizer().get_vocab()
 NEVER: Any = SimpleNamespace(agreed=lambda: False)
@@ -75,10 +76,7 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
         labels, segments = batch["labels"], batch["cu_seqlens"]
         generator = micro_step_generator(config.seed, row, 0)
         shape = tuple(labels.shape)
-        variant = config.variant
-        positions = variant_positions(
-            variant.name, segments, shape, variant.max_offset, inputs.max_positions, generator
-        )
+        positions = batch_positions(batch, config.variant, inputs.max_positions, generator)
         guesses = []
         for lag in right:
             lags = torch.full((len(segments) - 1,), lag)

@@ -239,7 +239,7 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         resolve_target(str(file))
     write_gguf(file)
     with monkeypatch.context() as patch:
-        patch.setattr("longspec.models.gguf.write_weights", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr("longspec.models.gguf._write_weights", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
             resolve_target(str(file))
     assert not list(user_cache("targets").glob("*.unfinished"))
@@ -332,7 +332,7 @@ def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
     shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
-    monkeypatch.setattr("longspec.models.weight_writing.MAX_SHARD", shard)
+    monkeypatch.setattr("longspec.models.gguf.MAX_SHARD", shard)
     write_gguf(tmp_path / "tiny.gguf", quantized=True)
     folder, expected = Path(resolve_target(str(tmp_path / "tiny.gguf"))), tmp_path / "expected"
     state = {}

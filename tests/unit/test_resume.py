@@ -215,7 +215,7 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         lock = FolderLock(output)
         said = refusal(config, capsys)
         assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
-        assert json.loads((output / LOCK_NAME).read_text())["token"] == lock.token
+        assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
         lock.release()
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
 
