@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> str:
     """Runs a test on the CPU and, where there is one, on the GPU."""
     return request.param
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one rank in this process."""
+    from training_fixtures import one_rank_alone  # imports deepspeed
+
+    yield from one_rank_alone(monkeypatch)

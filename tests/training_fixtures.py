@@ -72,7 +72,9 @@ def write_answers(path: Path, count: int = 40) -> Path:
 
 
 def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of one rank in this process; the body of a fixture."""
+    """A process group of one rank in this process, without W&B; the body of a fixture."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(F, "linear", F.linear)  # DeepSpeed replaces it for good
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)

@@ -4,7 +4,9 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,8 @@ STEPS = 4
 ONE_FAMILY = pytest.mark.parametrize("curriculum", ["mistral"], indirect=True)
 
 
-def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [launch, pytest.param(deepspeed_launch, marks=pytest.mark.slow)])
+def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path, start: Callable[..., Any]) -> None:
     """Ranks, accumulation, uneven token counts, ZeRO-1, clipping and schedule change nothing but rounding."""
     target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl")
     overrides = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
@@ -39,7 +42,7 @@ def test_two_ranks_train_as_one_plain_loop_does(tmp_path: Path) -> None:
     config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", STAGES[0], *overrides])
     assert config is not None
     losses, weights = plain_training(config, steps=3, ranks=2)
-    result = deepspeed_launch(STAGES[0], *overrides)
+    result = start(STAGES[0], *overrides)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     logged = metrics(tmp_path / "out")
     assert [line["step"] for line in logged] == [1, 2, 3]

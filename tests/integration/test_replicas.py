@@ -80,7 +80,8 @@ class Launch:
     def said(self) -> list[str]:
         """The lines of stderr, without progress bars and warnings of torch about a lost connection."""
         text = re.sub(r"[^\r\n]*?\d+%\|.*?\]", "\n", self.stderr)
-        noise = re.compile(r"Exception raised|frame #|<omitting|\[rank\d\]:\[W")
+        # Whether kernels are compiled here depends on the tests before.
+        noise = re.compile(r"Exception raised|frame #|<omitting|\[rank\d\]:\[W|first use: ")
         return [line for line in re.split(r"[\r\n]+", text) if line.strip() and not noise.match(line)]
 
 

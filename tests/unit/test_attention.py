@@ -1,12 +1,12 @@
 """Every backend of decoding attention against one dense fp64 attention; Triton's in its interpreter without a GPU."""
 
 import importlib.util
-import os
 
 import attention_reference
 import pytest
 import torch
 from attention_reference import attention_with_lse
+from kernel_devices import DEVICES, INTERPRETED
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
@@ -16,7 +16,6 @@ from longspec.kernels.shared.device import Gpu
 from longspec.kernels.torch.attention import SdpaAttention, masked_sdpa
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
-INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
 BACKENDS = [
     "sdpa cpu",
     pytest.param("native cpu", marks=pytest.mark.gcc),
@@ -24,10 +23,6 @@ BACKENDS = [
     pytest.param("sdpa cuda", marks=pytest.mark.gpu),
     pytest.param("triton cuda", marks=pytest.mark.gpu),
     pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
-]
-DEVICES = [
-    pytest.param("cpu", marks=INTERPRETED),
-    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = [(2, 1, 1, 64), (1, 4, 69, 64), (2, 5, 5, 128), (1, 8, 20, 80)]

@@ -1,11 +1,11 @@
 """The error of verification attention relative to fp64: on torch, in Triton's interpreter and on the GPU."""
 
 import importlib.util
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_devices import INTERPRETED
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
@@ -120,7 +120,7 @@ def test_torch_attention_is_as_exact_as_its_dtype(
         check(SdpaAttention().hybrid, case, dtype)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
+@INTERPRETED
 @pytest.mark.parametrize(
     ("dtype", "logits", "splits", "lengths", "group", "nodes", "head_dim"),
     [

@@ -3,7 +3,6 @@
 import errno
 import math
 import shutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
-from training_fixtures import ROOT, one_rank_alone
+from training_fixtures import ROOT
 
 from longspec.errors import UserError
 from longspec.train import generations, markers
@@ -48,11 +47,6 @@ def whole_folders(output: Path) -> list[tuple[str, int]]:
 def contents(output: Path) -> dict[str, bytes | None]:
     """Every file and folder in `output`."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(output.rglob("*"))}
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from one_rank_alone(monkeypatch)
 
 
 class Crash(Exception):

@@ -38,7 +38,7 @@ def logits_of(vocab: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("share", "teacher"), [(0.0, False), (0.0, True), (0.5, True), (1.0, True)])
-@pytest.mark.parametrize("vocab", [5, 4096, 9001])
+@pytest.mark.parametrize("vocab", [5, 9001])
 def test_terms_and_gradient_equal_the_reference(
     vocab: int, share: float, teacher: bool, dtype: torch.dtype, device: str
 ) -> None:

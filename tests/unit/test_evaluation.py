@@ -1,7 +1,7 @@
 """Held-out scores, compared with plain formulas on whole logits, and rows that are too short for a chain."""
 
 import math
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from pairs import Handed
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
-from training_fixtures import ROOT, make_target, one_rank_alone, write_answers, write_texts
+from training_fixtures import make_target, single_rank_config, write_answers, write_texts
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair
 from longspec.train.evaluation import Evaluation, chain_roots, correct_depths, held_out_row_count
@@ -30,25 +29,12 @@ NEVER: Any = SimpleNamespace(agreed=lambda: False)
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from one_rank_alone(monkeypatch)
-
-
-@pytest.fixture
 def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     """The tiny first stage, with separate training and held-out texts."""
-    target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl", count=3)
+    make_target(tmp_path / "target")
+    write_texts(tmp_path / "texts.jsonl", count=3)
     held_out = write_texts(tmp_path / "held_out.jsonl", count=6, seed=5)
-    given = [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
-
-    def run(*overrides: str) -> TrainConfig:
-        arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given]
-        arguments += [f"evaluation.files={held_out}", f"output_dir={tmp_path}/out"]
-        config = load_config([*arguments, *overrides])
-        assert config is not None
-        return config
-
-    return run
+    return partial(single_rank_config, tmp_path, f"evaluation.files={held_out}")
 
 
 def test_runs_end_at_the_first_depth_that_is_wrong() -> None:

@@ -1,13 +1,12 @@
 """A draft extracted from DeepSpeed's state keeps its training options in every output format."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_tokenizer import byte_tokenizer
-from training_fixtures import ROOT, make_target, one_rank_alone, write_texts
+from training_fixtures import make_target, single_rank_config, write_texts
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
@@ -16,26 +15,16 @@ from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.target_sample import take_sample
 from longspec.train.checkpoint import save_checkpoint
-from longspec.train.config import load_config
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.generations import Progress
 from longspec.train.inputs import read_inputs
 from longspec.train.resume import with_draft_options
 
 
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from one_rank_alone(monkeypatch)
-
-
 def test_the_options_of_training_survive_extraction(one_rank: None, tmp_path: Path) -> None:
     make_target(tmp_path / "target")
-    write_texts(tmp_path / "data.jsonl", count=3)
-    given = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/data.jsonl", "model.window=48"]
-    given += ["model.kv_layers=[1]", "model.target_feature=true"]
-    given += [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
-    config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given])
-    assert config is not None
+    write_texts(tmp_path / "texts.jsonl", count=3)
+    config = single_rank_config(tmp_path, "model.window=48", "model.kv_layers=[1]", "model.target_feature=true")
     engine = build_engine(config, build_pair(config, None))
     save_checkpoint(engine, byte_tokenizer(), config, Progress(1, 1))
     out = tmp_path / "out"

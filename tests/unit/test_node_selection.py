@@ -1,23 +1,16 @@
 """Selection of the nodes to be verified: the kernel against its reference, and both against a plain search."""
 
 import math
-import os
 
 import pytest
 import torch
+from kernel_devices import DEVICES
 
 pytest.importorskip("triton")
 
 from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
 from longspec.kernels.torch import trees
 from longspec.kernels.triton.node_selection import select_nodes
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 def grown(batch: int, shape: tuple[int, ...], vocab: int, sampled: bool, seed: int) -> tuple[Tree, torch.Tensor]:

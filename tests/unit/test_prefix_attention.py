@@ -1,9 +1,8 @@
 """The prefix kernel against its reference, in Triton's interpreter and on the GPU; its tiles and splits."""
 
-import os
-
 import pytest
 import torch
+from kernel_devices import DEVICES
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -15,12 +14,6 @@ from longspec.kernels.triton.attention_tiles import (
 )
 from longspec.kernels.triton.prefix_attention import prefix_attention
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 HOPPER, AMPERE, CONSUMER = 227 * 1024, 163 * 1024, 99 * 1024
 """Bytes of shared memory that a program can use."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -41,11 +41,8 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         (6, 2100),
         (4, 4096),
         (2, 1),
-        (4, 5120),
-        (4, 27648),
         (8, 3584),
         (4, 18944),
-        (4, 1792),
         (6, 768),
     ],
 )
@@ -67,7 +64,7 @@ def test_vector_product_equals_its_reference(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("tokens", [2, 16, 17, 64, 65, 69, 80])
+@pytest.mark.parametrize("tokens", [2, 17, 64, 69])
 @pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (96, 512), (2, 40), (66, 192)])
 def test_skinny_products_equal_their_references(
     tokens: int, rows: int, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
-from training_fixtures import one_rank_alone
 
 from longspec.errors import UserError
 from longspec.ranks import peers
@@ -65,11 +64,6 @@ def test_a_silent_rank_is_named_and_limits_the_time_too(
     ]
     messages = list(peers.MESSAGE.iter_unpack(other.recv(2**16)))
     assert (peers.BEAT, 0) in messages and messages[-1] == (peers.SILENT, 1)
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from one_rank_alone(monkeypatch)
 
 
 def test_a_step_may_be_finished_for_a_while(one_rank: None) -> None:

@@ -1,12 +1,12 @@
 """Acceptance of tree nodes: kernels and the engine's torch path against the references, with equal draws."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import acceptance_reference
 import pytest
 import torch
+from kernel_devices import DEVICES
 from samplers import sampler
 from torch import Tensor
 
@@ -21,13 +21,6 @@ from longspec.kernels.torch.backend import TorchBackend
 from longspec.kernels.triton.descent import follow_choices
 from longspec.kernels.triton.rejection import reject_children
 from longspec.kernels.triton.row_argmax import first_arrival
-
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 
 
 class FixedSampler(Sampler):

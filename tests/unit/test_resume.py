@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,8 @@ from longspec.train.run import train
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
-    yield from one_rank_alone(monkeypatch)
 
 
 def configured(work: Path, *overrides: str) -> TrainConfig:
@@ -52,7 +45,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("texts", "held_out"):
         write_texts(work / f"{name}.jsonl", count=6, seed=len(name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "disabled")
         for _ in one_rank_alone(patch):
             train(configured(work), Termination())
     return work

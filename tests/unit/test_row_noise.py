@@ -1,18 +1,11 @@
 """Random numbers per row: the kernel against plain torch, their law, and that a row's numbers are its own."""
 
-import os
-
 import pytest
 import torch
+from kernel_devices import DEVICES
 
 from longspec.kernels.torch.row_noise import row_noise
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 SEEDS = torch.tensor([0, 5, -1, 2**62])
 POSITIONS = torch.tensor([0, 3, 7, 100], dtype=torch.int32)
 CONSTANT = torch.tensor([False, True, False, False])

@@ -1,7 +1,6 @@
 """The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, one_rank_alone, plain_training, write_texts
+from training_fixtures import ROOT, make_target, plain_training, write_texts
 
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
@@ -99,11 +98,6 @@ def test_base_has_contiguous_positions_and_no_lags(load: Any, monkeypatch: pytes
     assert given["position_ids"].flatten().tolist() == [*range(9), *range(7), *range(16)]
 
 
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from one_rank_alone(monkeypatch)
-
-
 def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:
     """Some versions of transformers leave frequencies in bf16 under ZeRO-3, which would shift distant positions.
     Without fp32 master weights a small step would be rounded away."""
@@ -126,7 +120,6 @@ def test_the_target_runs_as_graphs_where_it_is_whole_and_its_attention_reads_bor
     monkeypatch.setattr(engine_module, "backend_of", lambda *_: SimpleNamespace(name="triton"))
     monkeypatch.setattr(engine_module.varlen_flash, "runs", lambda *_: flash)
     monkeypatch.setattr("longspec.models.target_kernels.use_kernels", lambda *_: None)
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
     config = load(f"deepspeed=zero{zero}")
     module: Any = build_engine(config, build_pair(config, None)).module
     assert isinstance(module.target_pass, TargetGraphs) == graphs
@@ -149,9 +142,8 @@ def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest
     assert drawn == {torch.float32}
 
 
-def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None) -> None:
     """No rank holds the whole target. Weights, buffers and the fresh draft are the same as without ZeRO-3."""
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
     whole: Any = build_pair(load(), None)
     pair: Any = build_pair(load("deepspeed=zero3"), None)
     frozen = {name: weight for name, weight in pair.named_parameters() if not weight.requires_grad}

@@ -2,13 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import arrow_dataset
-from training_fixtures import one_rank_alone
 
 from benchmarks import training
 from benchmarks.shapes import LLAMA3_8B, QWEN2_7B, TINY
@@ -56,18 +54,12 @@ def test_rows_are_full_and_all_that_can_be_is_in_the_loss(packed: bool, monkeypa
     assert int((batch["labels"] == IGNORED).sum()) == segments and (segments > 6) == packed
 
 
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from one_rank_alone(monkeypatch)
-
-
 @pytest.mark.slow
 def test_the_whole_benchmark_runs(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Both stages and variants, all losses, ZeRO-3, the profile, and the efficiency against an earlier call."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
     monkeypatch.setattr(training.dist, "destroy_process_group", lambda: None)
     arguments = ["--shapes", "tiny", "--rows", "2", "--tokens", "40", "--steps", "1", "--accumulation", "1"]
 

@@ -1,9 +1,8 @@
 """The tree attention kernel against its references, in Triton's interpreter and on the GPU."""
 
-import os
-
 import pytest
 import torch
+from kernel_devices import DEVICES
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -15,12 +14,6 @@ from longspec.kernels.shared.attention import PrefixParts
 from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
 from longspec.kernels.triton.window_attention import window_attention
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCK = 48
 SHARED_MEMORY = 99 * 1024

@@ -1,11 +1,11 @@
 """Operations over the vocabulary: the kernels against their references, and these against brute force."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from kernel_devices import DEVICES
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -17,12 +17,6 @@ from longspec.kernels.shared.watch import Watch
 from longspec.kernels.torch import trees, vocabulary
 from longspec.kernels.triton import logit_statistics, row_argmax, tree_growth
 
-DEVICES = [
-    pytest.param(
-        "cpu", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs interpreter")
-    ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 SIZES = [
     # batch, parents, width, vocabulary; a sub-chunk has 256 columns, a chunk 4096
     (1, 1, 4, 4),

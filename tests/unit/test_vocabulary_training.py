@@ -2,13 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_tokenizer import SPECIAL_TOKENS, byte_tokenizer
-from training_fixtures import make_target, metrics, one_rank_alone, single_rank_config, write_texts
+from training_fixtures import make_target, metrics, single_rank_config, write_texts
 
 from longspec.errors import UserError
 from longspec.models.draft_files import list_size, load_draft
@@ -22,15 +21,9 @@ from longspec.train.extraction import extract_draft
 from longspec.train.run import train
 from longspec.train.vocabulary import check_list_split
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 SIZE = 12
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # DeepSpeed replaces it for good
-    yield from one_rank_alone(monkeypatch)
 
 
 def configured(work: Path, *overrides: str) -> TrainConfig:
