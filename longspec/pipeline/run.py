@@ -16,6 +16,7 @@ from pathlib import Path
 
 from longspec.data.prompts import PromptFiles
 from longspec.errors import UserError
+from longspec.inference.pairs import PAIRS
 from longspec.inference.registry import choose_target
 from longspec.locks import locked
 from longspec.models.draft_files import check_draft
@@ -47,6 +48,8 @@ Steps = dict[str, Callable[[], object]]
 
 def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
+    options.target = _absolute(options.target)
+    options.evaluate = options.evaluate and _absolute(options.evaluate)
     path = choose_target(options.target)
     target, machine = Target.read(options.target, path), Machine.here()
     if options.evaluate:
@@ -79,7 +82,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
 
 def _settings(options: argparse.Namespace, root: Path, target: Target, machine: Machine) -> Settings:
     """The settings in `--config`, those of the run that the folder holds, or those chosen for target and machine."""
-    texts = [str(Path(file).absolute()) if Path(file).exists() else file for file in options.text]
+    texts = [_absolute(file) for file in options.text]
     overrides = [f"target={options.target}", *options.overrides]
     if options.config:
         settings = load_settings(options.config, overrides)
@@ -189,6 +192,11 @@ def verdict(samples: Samples) -> str:
         f"On held-out prompts, the draft's tree emits {samples.tokens_per_round('tree')} tokens per round and is "
         f"{ratio} x as fast as prompt lookup; auto is {samples.speed_up('auto', 'vanilla')} x as fast as vanilla"
     )
+
+
+def _absolute(name: str) -> str:
+    """The absolute path of a file or folder, because the trainer runs elsewhere; other names are unchanged."""
+    return str(Path(name).absolute()) if name not in PAIRS and Path(name).exists() else name
 
 
 def _default_folder(options: argparse.Namespace) -> str:

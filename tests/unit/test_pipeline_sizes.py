@@ -121,10 +121,14 @@ def test_a_pickled_module_is_refused_with_its_conversion(tmp_path: Path, capsys:
     assert "module.pth: not a readable file" in line and "torch.save(module.state_dict(), FILE)" in line
 
 
-def test_a_dry_run_prints_a_file_for_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_a_file_for_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With absolute paths, because the trainer runs in another folder."""
     folder = make_chat_target(tmp_path / "target")
     capsys.readouterr()
-    command.main([str(folder), "--dry_run", "seed=7"])
+    monkeypatch.chdir(tmp_path)
+    command.main(["target", "--dry_run", "seed=7"])
     file = tmp_path / "settings.yaml"
     file.write_text(capsys.readouterr().out)
     settings = load_settings(file)
