@@ -43,9 +43,11 @@ class Target:
 
     @classmethod
     def read(cls, name: str, path: str) -> Target:
-        """The target at a path or hub id. Raises UserError if no pair class supports it."""
+        """The target at a path or hub id. Raises UserError if no pair class supports it, or if it is quantized."""
         config = read_config(path)
         family_class(config, path)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UserError(f"{name}: is quantized; train the draft for the unquantized weights, and use it with both")
         return cls(name, config)
 
     @cached_property

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from longspec.data.prompts import PromptFiles
+from longspec.data.prompts import PromptFiles, user_turn_marks
 from longspec.errors import UserError
 from longspec.inference.pairs import PAIRS
-from longspec.inference.registry import choose_target
 from longspec.locks import locked
 from longspec.models.draft_files import check_draft
 from longspec.models.families import family_class
@@ -33,6 +32,7 @@ from longspec.pipeline.report import measured, write_page
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings, evaluation_of
+from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import train
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
@@ -50,12 +50,14 @@ def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
     options.target = _absolute(options.target)
     options.evaluate = options.evaluate and _absolute(options.evaluate)
-    path = choose_target(options.target)
-    target, machine = Target.read(options.target, path), Machine.here()
+    text = TargetText.load(options.target)
+    target, machine = Target.read(options.target, text.path), Machine.here()
     if options.evaluate:
-        check_draft(options.evaluate, target.config, family_class(target.config, path).draft_layer_class)
+        check_draft(options.evaluate, target.config, family_class(target.config, text.path).draft_layer_class)
     root = Path(options.output_dir or _default_folder(options))
     settings = _settings(options, root, target, machine)
+    if settings.chat.train or settings.chat.test:
+        user_turn_marks(text.tokenizer)  # or the target cannot write conversations
     steps, planned = steps_of(settings, root), estimate(settings, target, machine)
     plan = plan_lines(settings, target, machine, planned, root)
     if options.dry_run:

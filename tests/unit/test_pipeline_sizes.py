@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_fixtures import make_chat_target
+from training_fixtures import make_target
 from transformers import Qwen2Config
 
 from longspec.cli.train import CONFIGS, ROOT
@@ -109,6 +110,24 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and not root.exists()
     assert "this would take about" in line and "hours on 2 CPU cores; run it on a machine with a GPU" in line
+
+
+def test_a_quantized_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = make_chat_target(tmp_path / "target") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command.main([str(file.parent)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is quantized; train the draft for the unquantized weights" in line
+
+
+def test_a_target_without_a_chat_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_target(tmp_path / "target")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
+    assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_pickled_module_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
