@@ -19,6 +19,9 @@ from longspec.inference.sampling import sampling_kind
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin
 
+REFILLED = 8
+"""Idle rows get the next requests once they are one in REFILLED of all rows."""
+
 
 @dataclass(frozen=True)
 class Listener:
@@ -81,7 +84,7 @@ def answer_all(
         start = time.perf_counter()
         rows, longest = min(max_rows, len(waiting)), max(requests[number].longest for number in waiting)
         settings = EngineSettings(drafting, rows, None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-        engine = RequestEngine(model, settings)
+        engine = RequestEngine(model, replace(settings, refill=max(1, rows // REFILLED)))
         # All rows have the capacity of the longest request. If memory is short, shorter ones come with more rows.
         shortest = 0 if engine.batch.max_rows == rows else longest // 2
         own = [number for number in waiting if requests[number].longest >= shortest]

@@ -27,9 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     return make_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB)
 
 
-def engine_with_log(model: GlideMixin, rows: int) -> tuple[RequestEngine, list[list[int]]]:
+def engine_with_log(model: GlideMixin, rows: int, refill: int = 1) -> tuple[RequestEngine, list[list[int]]]:
     """An engine, and the number of tokens of each row in its passes over prompts."""
-    engine = RequestEngine(model, EngineSettings(VANILLA, rows, memory=2**27, prefill_chunk=256))
+    settings = EngineSettings(VANILLA, rows, memory=2**27, prefill_chunk=256, refill=refill)
+    engine = RequestEngine(model, settings)
     passes: list[list[int]] = []
     read = engine.batch.read_prompts
 
@@ -98,6 +99,22 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
     assert found == [target_greedy(model, torch.tensor(request.prompt), 6) for request in requests]
     assert len(rows) == 2 and rows[0] < rows[1]
     assert stats.decoded_tokens == stats.rounds == 12 * 5
+
+
+def test_rows_are_refilled_together(model: GlideMixin) -> None:
+    """Several idle rows are waited for, so that fewer passes read the same prompts; the answers stay the same."""
+    requests = [Request([1 + number % 5, number % VOCAB], 4 + 3 * (number % 8)) for number in range(24)]
+    counts = []
+    for refill in (1, 4):
+        engine, passes = engine_with_log(model, 8, refill)
+        found: list[list[int]] = [[] for _ in requests]
+        for request, tokens in zip(requests, found, strict=True):
+            engine.add(request, lambda event, tokens=tokens: tokens.extend(getattr(event, "ids", ())))
+        while engine.step():
+            pass
+        assert found == [target_greedy(model, torch.tensor(r.prompt), r.max_new_tokens) for r in requests]
+        counts.append(len(passes))
+    assert counts[1] < 0.6 * counts[0]
 
 
 def test_auto_answers_all(model: GlideMixin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,10 @@ class Intake:
         outbox: list[tuple[Ticket, Event]],
         chunk: int | None,
         controller: Controller | None,
+        refill: int = 1,
     ) -> None:
         """outbox: takes the events. chunk: most prompt tokens that are read between two rounds; None reads all prompts
-        before the first one. controller: that of method "auto"."""
+        before the first one. controller: that of method "auto". refill: see `EngineSettings`."""
         self.batch = batch
         self.outbox = outbox
         self.rows = rows
@@ -62,6 +63,7 @@ class Intake:
         self.chunk = PREFILL_TOKENS if chunk is None else chunk
         """Most tokens of a pass."""
         self.controller = controller
+        self.refill = refill
         self.reading: list[Row] = []
         """The rows whose prompts are read, in order of arrival."""
         self.held: Ticket | None = None
@@ -90,6 +92,10 @@ class Intake:
             if self.reads_all:
                 budget = self.chunk
 
+    def is_due(self) -> bool:
+        """Whether enough rows are idle for the next requests."""
+        return bool(self.reading) or len(self.rows.idle) >= self.refill or not self.rows.running()
+
     def drop(self, row: Row) -> None:
         """Forget a row whose request has ended."""
         if row in self.reading:
@@ -114,6 +120,8 @@ class Intake:
 
     def _admit(self, next_ticket: Callable[[], Ticket | None]) -> None:
         """Give rows to the next requests, as many as the next passes read."""
+        if not self.is_due():
+            return
         unread = sum(row.unread for row in self.reading)
         admitted: list[Row] = []
         while self.rows.idle and unread < self.chunk:

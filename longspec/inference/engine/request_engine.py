@@ -69,6 +69,9 @@ class EngineSettings:
     """The kinds of sampling of the requests: KINDS for any, or a single one."""
     details: bool = True
     """Whether requests may ask for log-probabilities and traces, and to decode without speculation."""
+    refill: int = 1
+    """Rows that must be idle before waiting requests get any, as long as others run. A pass over few short prompts
+    takes nearly as long as one over many, so more rows mean more tokens per second, and a longer wait."""
     together: bool = False
     """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
     Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
@@ -82,7 +85,8 @@ class RequestEngine:
         self.model = model
         self.settings = settings
         self.batch = repeat_calls(_build, model, {"settings": settings}, REPEATED)
-        self.worker = Worker(self.batch, None if settings.together else settings.prefill_chunk)
+        chunk = None if settings.together else settings.prefill_chunk
+        self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows))
         self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.waiting: deque[Ticket] = deque()

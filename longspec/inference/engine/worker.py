@@ -39,9 +39,9 @@ class Worker:
     never waits for the host. A request that has ended can thus take part in one more round, whose result is dropped.
     """
 
-    def __init__(self, batch: Batch, prefill_chunk: int | None) -> None:
+    def __init__(self, batch: Batch, prefill_chunk: int | None, refill: int = 1) -> None:
         """prefill_chunk: most prompt tokens that are read between two rounds; None for requests that start together,
-        each on a row of its own."""
+        each on a row of its own. refill: see `EngineSettings`."""
         self.batch = batch
         self.rows = Rows(batch.max_rows, shares_prefixes=prefill_chunk is not None)
         self.counts = Counts()
@@ -57,7 +57,7 @@ class Worker:
         """Chooses the plans of method "auto"."""
         if batch.plans:
             self.controller = Controller(batch.plans, lambda plan, read: batch.round_time(plan, read, self._size))
-        self.intake = Intake(batch, self.rows, self.counts, self.outbox, prefill_chunk, self.controller)
+        self.intake = Intake(batch, self.rows, self.counts, self.outbox, prefill_chunk, self.controller, refill)
 
     def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
         """Read one chunk of prompts, then play one round.
@@ -73,6 +73,9 @@ class Worker:
             self.refuse(held, "cancelled")
         events = len(self.outbox)
         start = time.perf_counter()
+        if self.intake.refill > 1 and self.intake.is_due():
+            running = self.rows.running()
+            self._move_together(running, len(running))  # idle rows next to each other are read in one pass
         for outcomes in self.intake.read(next_ticket):
             for outcome in outcomes:
                 self._begin(outcome)
@@ -133,11 +136,7 @@ class Worker:
         """Launch a round of the running rows, after moving them together if that makes it smaller."""
         batch = self.batch
         # Rounds run over the first rows, so one running row with a high number would make them as large as the batch.
-        size = batch.size_for(len(running))
-        for row in sorted(running, key=lambda row: row.number, reverse=True):
-            if row.number < size:
-                break
-            self._move_down(row)
+        self._move_together(running, batch.size_for(len(running)))
         requests = [row.job.ticket.request for row in running if row.job is not None]
         kind = batch.kind_of([request.sampling for request in requests])
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
@@ -171,6 +170,13 @@ class Worker:
         for row in running:
             row.ring_is_stale = not plan.feeds_draft
         return plan
+
+    def _move_together(self, running: list[Row], size: int) -> None:
+        """Move the running rows to numbers below `size`."""
+        for row in sorted(running, key=lambda row: row.number, reverse=True):
+            if row.number < size:
+                break
+            self._move_down(row)
 
     def _move_down(self, row: Row) -> None:
         """Exchange a running row with the first one that does not run."""
