@@ -158,7 +158,9 @@ class _Run:
             engine.close()
             raise
         engine.close(keeps=not self.tickets)
-        return self._stats(seconds, build_s, setup)
+        stats = self._stats(seconds, build_s, setup)
+        del self.engine  # the tickets know this object, and the engine its tickets
+        return stats
 
     def _take(self, number: int, event: Event) -> None:
         if number not in self.tickets or self.failure is not None:

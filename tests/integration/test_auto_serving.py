@@ -75,6 +75,8 @@ def test_the_controller_learns_from_all_running_rows(model: GlideMixin) -> None:
         assert controller is not None
         answers(scheduler, [Request([1, 2, 3], 30), Request([3, 2, 1, 3], 30), Request([2], 20, speculate=False)])
         assert sum(controller.played.values()) > 2 and not controller.traces
-        assert scheduler.batch.times.keys() == {1, 2}
-        rows = [scheduler.batch.round_time(controller.plans[0], 100 * size, size) for size in (1, 2)]
+        assert scheduler.batch.times.by_size.keys() == {1, 2}
+        times, rows = scheduler.batch.times, []
+        for times.size in (1, 2):
+            rows.append(times(controller.plans[0], 100 * times.size))
         assert 0 < rows[0] <= rows[1]

@@ -201,6 +201,22 @@ def test_idle_engines_go_with_the_model_and_own_no_weights(tmp_path: Path) -> No
     assert weight() is None and cache() is None
 
 
+@pytest.mark.parametrize("method", ["tree", "auto"])
+def test_a_released_engine_is_freed_at_once(
+    tmp_path: Path, method: str, built: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a garbage collection: the memory is needed for another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = make_pair(tmp_path)
+    gc.disable()
+    try:
+        tokens(model, prompt(9), method=method, seed=1, temperature=1.0)
+        cache = weakref.ref(built.pop().cache)
+        assert engine_pool.release(model) == 1 and cache() is None
+    finally:
+        gc.enable()
+
+
 def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Batch]
 ) -> None:

@@ -13,7 +13,7 @@ from pairs import OPTIONS, make_pair
 from serving import SMALL, alone
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.engine import batch as batch_module
+from longspec.inference.engine import batch_rows
 from longspec.inference.engine.admission import longest_request
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Ticket, Tokens
 from longspec.inference.engine.scheduler import Scheduler
@@ -141,7 +141,7 @@ def test_rows_that_are_exchanged_go_on_as_alone(
 
     def recorded(a: int, b: int, length: int) -> None:
         slot_bytes = session.batch.cache.keys[0, 0, :, 0].nbytes
-        monkeypatch.setattr(batch_module, "EXCHANGED_BYTES", 2 * length * slot_bytes)
+        monkeypatch.setattr(batch_rows, "EXCHANGED_BYTES", 2 * length * slot_bytes)
         moves.append((a, b, session.worker.rows[b] in session.worker.intake.reading))
         move(a, b, length)
 

@@ -55,7 +55,7 @@ class Controller:
       so that a plan far from the best one is probed rarely, and one that is nearly as good often.
     """
 
-    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: float = 0.0) -> None:
+    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float] = lambda: 0.0) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
         refill the draft's ring, which a tree pays after a round of another plan."""
         self.plans = tuple(plans)
@@ -203,7 +203,7 @@ class Controller:
         unknown = [tree for tree in self.trees if not best.covers(tree)]
         if not unknown:
             return Decision(best)
-        refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time
+        refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time()
         # The cost of a probe: its time minus the time in which the best plan emits as many tokens.
         losses = {plan: self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown}
         plan = min(unknown, key=losses.__getitem__)

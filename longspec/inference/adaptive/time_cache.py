@@ -52,6 +52,27 @@ class RoundTimes:
         return at_low + max(at_high - at_low, 0.0) * max(context - low, 0.0) / (high - low)
 
 
+class BatchTimes:
+    """Times of the rounds of a batch, by the number of rows that they run over."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[int, RoundTimes] = {}
+        """At the smallest and the largest measured number of rows."""
+        self.size = 1
+        """Rows of the next round."""
+
+    def __call__(self, plan: Plan, read: int) -> float:
+        """The time of the next round if it reads `read` prefix slots in total, in seconds."""
+        # Linear in the number of rows between the two sizes that were measured.
+        low, high = min(self.by_size), max(self.by_size)
+        at_low, at_high = (self.by_size[rows](plan, read / self.size) for rows in (low, high))
+        return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (self.size - low) / (high - low)
+
+    def refill(self) -> float:
+        """Time to fill the draft's ring of the smallest measured number of rows."""
+        return self.by_size[min(self.by_size)].refill
+
+
 def cache_file(key: dict[str, Any]) -> Path:
     """The file of a key."""
     return user_cache("round_times") / f"{_digest(key)}.json"

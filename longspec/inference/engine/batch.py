@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.adaptive.measurement import measure_times
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
-from longspec.inference.adaptive.plans import Plan
-from longspec.inference.adaptive.time_cache import RoundTimes, cache_key, known_times
-from longspec.inference.cache import Fault, TargetCache
+from longspec.inference.adaptive.time_cache import BatchTimes, RoundTimes, cache_key, known_times
+from longspec.inference.cache import Fault
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter, DraftState
+from longspec.inference.engine.batch_rows import BatchRows
 from longspec.inference.engine.capture import CapturedRound, warm_up
 from longspec.inference.engine.draft_starter import DraftStarter
 from longspec.inference.engine.logprobs import scores
+from longspec.inference.engine.modes import KINDS, Mode, new_drafter
 from longspec.inference.engine.prefill import PromptReader
-from longspec.inference.engine.round_record import Report, RoundResult
+from longspec.inference.engine.round_record import RoundResult
 from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
-from longspec.inference.methods import AUTO, Drafting, make_drafter
-from longspec.inference.penalty_rows import SERVED_PENALTIES, PenaltyRows, served_penalties
-from longspec.inference.request import FILTERS, Sampling, joined_penalties
-from longspec.inference.row_settings import RowSettings
+from longspec.inference.methods import Drafting
+from longspec.inference.penalty_rows import served_penalties
+from longspec.inference.request import Sampling, joined_penalties
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
-from longspec.kernels.shared.device import upload
 
 PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
-EXCHANGED_BYTES = 2**26
-"""Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
 SCORED_BYTES = 2**26
 """Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
 MOST_MEASURED_ON_CPU = 4
@@ -47,36 +41,10 @@ REPEATED = (
     *("end", "clear", "copy_prefix", "move", "retire"),
 )
 """The methods that the ranks which share a target call alike. Their arguments are on the host."""
-KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
-"""The kinds of sampling in order of what their rounds can do. The last one is captured when it is first needed, and so
-are all with penalties, which are those of SERVED_PENALTIES."""
 
 
-class Mode(NamedTuple):
-    """The rounds of one mode launch the same kernels."""
-
-    speculates: bool
-    """Whether any row speculates."""
-    sampling: SamplingKind
-    """One of KINDS, with or without penalties."""
-    plan: Plan | None = None
-    """The plan of method "auto", if any row speculates."""
-    details: bool = True
-    """Whether log-probabilities and traces are reported."""
-    scores: bool = False
-    """Whether rounds report `logprobs.scores`. They are not captured, because few requests ask for it."""
-
-    @property
-    def report(self) -> Report:
-        ranks = self.plan is not None and self.plan.kind == "tree"
-        return Report(ranks, self.details, self.scores)
-
-
-class Batch:
-    """Cache, draft state and sampling settings of `max_rows` rows, which rounds change in place.
-
-    Rounds run over the first n rows, n being one of `sizes`.
-    """
+class Batch(BatchRows):
+    """Rows with a draft, and their rounds, which run over the first n rows, n being one of `sizes`."""
 
     def __init__(
         self,
@@ -91,27 +59,11 @@ class Batch:
     ) -> None:
         """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass.
         kinds: those of the requests, as in KINDS. details: whether requests may ask for log-probabilities and traces,
-        and to decode without speculation. pooled: for a batch of `generate`, whose rounds run over all
-        rows."""
-        self.runner = runner
+        and to decode without speculation. pooled: for a batch of `generate`, whose rounds run over all rows."""
+        super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
-        self.device = runner.device
-        self.capacity = capacity
-        self.max_rows = max_rows
-        # Of several kinds, those with penalties take their memory when the first request has any.
-        self.settings = RowSettings.allocate(max_rows, runner.device, kinds[0].penalties)
-        if self.settings.penalties is not None:
-            self.settings.penalties.reserve(capacity)
-        self.cache = TargetCache(
-            runner.config, max_rows, capacity, runner.dtype, runner.device, self.settings.positions
-        )
         self.reader = PromptReader(runner, self.cache, prefill_chunk)
-        self.root = torch.zeros(max_rows, dtype=torch.long, device=runner.device)
-        self.active = torch.zeros(max_rows, dtype=torch.bool, device=runner.device)
-        """bool [B]: the rows that rounds advance."""
-        self.speculates = torch.zeros_like(self.active)
-        """bool [B]: the rows whose proposals count."""
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         if pooled is not None:
             self.sizes = [max_rows]
@@ -122,8 +74,7 @@ class Batch:
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         self.plans = self.drafter.plans
-        self.times: dict[int, RoundTimes] = {}
-        """Times of the plans' rounds at the smallest and the largest measured size."""
+        self.times = BatchTimes()
         self.drafters: dict[SamplingKind, DraftState] = {kinds[0]: self.drafter}
         drafter = self.drafter
         for kind in kinds[1:]:  # those that sample share the tensors of their trees
@@ -168,12 +119,12 @@ class Batch:
 
     def measure(self) -> None:
         """Measure the plans of "auto", if this is the method. The cache must be empty."""
-        if not self.plans or self.times:
+        if not self.plans or self.times.by_size:
             return
         start, earlier = time.perf_counter(), self.seconds_of_setup
         most = self.max_rows if self.runner.capturable else min(self.max_rows, MOST_MEASURED_ON_CPU)
         for size in sorted({self.sizes[0], max(self.sizes[0], most)}):
-            self.times[size] = self._measured_times(size)
+            self.times.by_size[size] = self._measured_times(size)
         self.setup["measure_s"] += time.perf_counter() - start - (self.seconds_of_setup - earlier)
 
     @property
@@ -190,13 +141,6 @@ class Batch:
         kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if filters <= set(kind.filters))
         joined = served_penalties if self.runner.capturable else joined_penalties
         return kind._replace(penalties=joined(samplings))
-
-    def round_time(self, plan: Plan, read: int, size: int) -> float:
-        """The time of a round of the first `size` rows that reads `read` prefix slots, in seconds."""
-        # Linear in the number of rows between the two sizes that were measured.
-        low, high = min(self.times), max(self.times)
-        at_low, at_high = (self.times[rows](plan, read / size) for rows in (low, high))
-        return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (size - low) / (high - low)
 
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the rounds of all plans, in the batch's first kind, from the cache if it has them."""
@@ -322,90 +266,11 @@ class Batch:
             part = slice(row, row + 1)
             self._drafter(part, self._sampler(self.kinds[0], part)).refill(self.cache.lengths[part])
 
-    def upload(self, rows: Sequence[np.ndarray]) -> Tensor:
-        """Rows of tokens, int64, as LongTensor [n, longest] on the device, padded on the right."""
-        return upload(pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True), self.device)
-
-    def assign(
-        self,
-        rows: Sequence[int],
-        lengths: Sequence[int],
-        samplings: Sequence[Sampling],
-        seeds: Sequence[int],
-        speculates: Sequence[bool],
-    ) -> None:
-        """Set the sampling settings of some rows, of which the cache holds `lengths` tokens."""
-        self._make_room_for_penalties(samplings)
-        numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
-        self.settings.assign(numbers, samplings, seeds)
-        self.cache.lengths[numbers] = stored.int()
-        self.speculates[numbers] = upload(torch.tensor(speculates), self.device)
-
-    def _make_room_for_penalties(self, samplings: Sequence[Sampling]) -> None:
-        """Allocate the texts and penalties of all rows for the first request that has any."""
-        if self.settings.penalties is None and any(sampling.penalties is not None for sampling in samplings):
-            most = SERVED_PENALTIES[-1]
-            self.settings.penalties = PenaltyRows.allocate(self.max_rows, self.capacity, most, self.device)
-
-    def end(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay.
-
-        A round in flight may move a length on and store more, NaN among it. Later rounds need the slots after the
-        length for their nodes, and masked slots must be finite.
-        """
-        numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
-        self.active.index_fill_(0, numbers, False)
-        self.cache.lengths[numbers] = stored.int()
-        slots = stored[:, None] + torch.arange(self.nodes, device=self.device)
-        for store in (self.cache.keys, self.cache.values):
-            store[:, numbers[:, None], :, slots] = store.new_zeros(())
-
     def retire(self) -> None:
         """Keep the batch for a later call of `generate`. All requests must have ended, without a fault."""
         give_back(self)
-
-    def clear(self, row: int) -> None:
-        """Zero the keys and values of a row. Masked slots must be finite, and those of a faulty request may be NaN."""
-        self.cache.keys[:, row].zero_()
-        self.cache.values[:, row].zero_()
-
-    def copy_prefix(self, source: int, row: int, length: int) -> None:
-        """Copy the keys and values of the first `length` slots of row `source` to another row."""
-        for store in (self.cache.keys, self.cache.values):
-            store[:, row, :, :length] = store[:, source, :, :length]
-
-    def move(self, a: int, b: int, length: int) -> None:
-        """Move row a, which runs, to row b, which does not run and goes to row a. length: tokens of the longer one."""
-        cache, settings = self.cache, self.settings
-        for store in (cache.keys, cache.values):
-            used = store[:, :, :, :length]
-            # Few layers at a time, because an exchange copies one side.
-            for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
-                _exchange(layers[:, a], layers[:, b])
-        for state in self.drafter.row_states():
-            state[b] = state[a]  # row b has no draft yet
-        _exchange(settings.numbers[:, a], settings.numbers[:, b])
-        states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
-        texts = [] if settings.penalties is None else settings.penalties.tensors
-        for state in (*states, settings.greedy, *texts):
-            _exchange(state[a], state[b])
-
-
-def _exchange(x: Tensor, y: Tensor) -> None:
-    old = x.clone()
-    x.copy_(y)
-    y.copy_(old)
 
 
 def _sizes(max_rows: int) -> list[int]:
     """1, 2, 4, ... and `max_rows`."""
     return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
-
-
-def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler, is_served: bool) -> DraftState:
-    """The drafter of a method. sampler: the draft's. is_served: whether "auto" is to have few plans, because their
-    rounds exist for several batch sizes and ways to sample."""
-    if drafting.method != AUTO:
-        return make_drafter(drafting, runner, rows, sampler)
-    plans = (served_plans if is_served else plans_for)(drafting, runner.device.type == "cpu")
-    return PlanDrafters(runner, rows, sampler, plans, drafting)

@@ -49,14 +49,12 @@ class Worker:
         self.ahead = 1 if batch.runner.capturable else 0
         """Rounds that are launched before the result of the oldest one is read."""
         self._launches: deque[Launch] = deque()
-        self._size = 1
-        """Rows of the newest round."""
         self._ended: list[Row] = []
         """Rows whose requests have ended, but which the batch has not taken out of the rounds."""
         self.controller: Controller | None = None
         """Chooses the plans of method "auto"."""
         if batch.plans:
-            self.controller = Controller(batch.plans, lambda plan, read: batch.round_time(plan, read, self._size))
+            self.controller = Controller(batch.plans, batch.times, batch.times.refill)
         self.intake = Intake(batch, self.rows, self.counts, self.outbox, prefill_chunk, self.controller, refill)
 
     def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
@@ -141,7 +139,7 @@ class Worker:
         kind = batch.kind_of([request.sampling for request in requests])
         speculates = batch.depth > 0 and any(request.speculate for request in requests)
         self.counts.rounds += 1
-        self._size = size = batch.size_for(max(row.number for row in running) + 1)
+        batch.times.size = size = batch.size_for(max(row.number for row in running) + 1)
         plan = self._choose_plan(running) if speculates else None
         mode = Mode(speculates, kind, plan, batch.details, any(request.alternatives for request in requests))
         result = batch.play(mode, size)
