@@ -21,8 +21,9 @@ $(READY): constraints.txt pyproject.toml
 	touch $@
 
 demo: $(READY)
-	$(BIN)/longspec bench smollm2-135m --device cpu --max_new_tokens 24 --png bench.png
-	CUDA_VISIBLE_DEVICES= $(BIN)/longspec draft smollm2-135m --config experiments/demo.yaml --output_dir outputs/demo --yes
+	mkdir -p outputs
+	$(BIN)/longspec bench smollm2-135m --device cpu --max_new_tokens 24 --png outputs/bench.png
+	PATH="$(BIN):$$PATH" CUDA_VISIBLE_DEVICES= longspec draft smollm2-135m --config experiments/demo.yaml --output_dir outputs/demo --yes
 
 drill: $(READY)
 	PATH="$(BIN):$$PATH" $(BIN)/python -m scripts.drill
