@@ -15,7 +15,7 @@ from longspec.longbench import measurement
 from longspec.regenerate.writer import Writer
 
 FUNCTIONS: dict[str, tuple[Any, str, int]] = {
-    "evaluate": (measurement, "generate", 1),
+    "evaluate": (measurement, "sample_line", 0),
     "generate": (PromptRun, "line", 0),
     "regenerate": (Writer, "write_shard", 0),
 }

@@ -196,7 +196,7 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
         def take(row: int, event: Tokens) -> None:
             answers[row] += event.ids
 
-        def finish(row: int) -> None:
+        def finish(row: int, own_stats: GenerationStats) -> None:
             new = results.add([run.line(own[row], answers[row])])
             count(sum(line["new_tokens"] for line in new), len(new))
 

@@ -30,8 +30,9 @@ class Listener:
     take: Callable[[int, Tokens], int | None]
     """Called with the next tokens of an answer. Returns how many of them the answer keeps if it ends there, else None.
     """
-    finish: Callable[[int], object] = lambda number: None
-    """Called once an answer is complete."""
+    finish: Callable[[int, GenerationStats], object] = lambda number, stats: None
+    """Called once an answer is complete, with its own counts and times. `decode_s` is its share of the rounds' time;
+    the times of the setup go to the first answer."""
     is_stopped: Callable[[], bool] = lambda: False
     """Whether the requests that have not started are to be left out."""
 
@@ -54,7 +55,9 @@ def answer_together(
     kinds = (sampling_kind([request.sampling for request in requests]),)
     settings = EngineSettings(drafting, len(requests), None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
     engine = RequestEngine(model, replace(settings, together=True))
-    return _Run(engine, requests, range(len(requests)), listener, _Rows(len(requests)), "row").play(start)
+    figures = [GenerationStats() for _ in requests]
+    stats = _Run(engine, requests, range(len(requests)), listener, figures, "row").play(start)
+    return _with_rows(stats, figures)
 
 
 def answer_all(
@@ -79,7 +82,7 @@ def answer_all(
     window = window or len(requests)
     waiting = sorted(range(len(requests)), key=lambda number: (number // window, -requests[number].longest))
     kinds = (sampling_kind([request.sampling for request in requests]),)
-    figures, stats = _Rows(len(requests)), [GenerationStats()]
+    figures, stats = [GenerationStats() for _ in requests], [GenerationStats()]
     while waiting and not listener.is_stopped():
         start = time.perf_counter()
         rows, longest = min(max_rows, len(waiting)), max(requests[number].longest for number in waiting)
@@ -92,17 +95,13 @@ def answer_all(
         stats.append(_Run(engine, requests, own, listener, figures, "prompt").play(start))
         del engine
         gc.collect()  # its memory is free for the next one
-    shape, nodes = stats[-1].tree_shape, stats[-1].tree_nodes
-    pooled = replace(pool(stats), tree_shape=shape, tree_nodes=nodes)
-    return replace(pooled, row_rounds=figures.rounds, row_ttft_s=figures.ttft_s)
+    pooled = replace(pool(stats), tree_shape=stats[-1].tree_shape, tree_nodes=stats[-1].tree_nodes)
+    return _with_rows(pooled, figures)
 
 
-class _Rows:
-    """The figures of each request, by number."""
-
-    def __init__(self, count: int) -> None:
-        self.rounds = [0] * count
-        self.ttft_s = [0.0] * count
+def _with_rows(stats: GenerationStats, figures: Sequence[GenerationStats]) -> GenerationStats:
+    """stats: of all requests; figures: of each."""
+    return replace(stats, row_rounds=[own.rounds for own in figures], row_ttft_s=[own.ttft_s for own in figures])
 
 
 class _Run:
@@ -114,11 +113,11 @@ class _Run:
         requests: Sequence[Request],
         own: Sequence[int],
         listener: Listener,
-        rows: _Rows,
+        figures: Sequence[GenerationStats],
         word: str,
     ) -> None:
-        """own: the numbers of those of the requests that this engine answers, in order. rows: takes the figures of each
-        of them. word: for a request."""
+        """own: the numbers of those of the requests that this engine answers, in order. figures: takes the counts and
+        times of each request. word: for a request."""
         self.engine = engine
         self.own = own
         self.requests = requests
@@ -126,17 +125,16 @@ class _Run:
         self.word = word
         self.tickets: dict[int, Ticket] = {}
         """Those of the answers that are not complete."""
-        self.started: set[int] = set()
-        """The requests whose first token has come."""
         self.failure: Exception | None = None
-        self.rows = rows
-        self.decoded_tokens = 0
-        self.accepted_by_depth = [0] * engine.batch.depth
+        self.build_s = 0.0
+        self.figures = figures
+        self.reported = {"build_s": 0.0, **engine.batch.setup}
+        """The times of the setup that are part of an answer's figures, and those before this run."""
 
     def play(self, start: float) -> GenerationStats:
         """Step until all requests have ended. start: time.perf_counter() before the engine was built."""
         engine, device = self.engine, self.engine.batch.device
-        build_s, setup = time.perf_counter() - start, engine.batch.setup.copy()
+        self.build_s = time.perf_counter() - start
         try:
             for number in self.own:
                 self.tickets[number] = engine.add(self.requests[number], partial(self._take, number))
@@ -158,7 +156,7 @@ class _Run:
             engine.close()
             raise
         engine.close(keeps=not self.tickets)
-        stats = self._stats(seconds, build_s, setup)
+        stats = self._stats(seconds)
         del self.engine  # the tickets know this object, and the engine its tickets
         return stats
 
@@ -177,42 +175,44 @@ class _Run:
             self.failure = error
 
     def _take_tokens(self, number: int, event: Tokens) -> None:
-        kept = self.listener.take(number, event)
+        kept, own = self.listener.take(number, event), self.figures[number]
         count = len(event.ids) if kept is None else kept
-        if number not in self.started:
-            self.started.add(number)
-            self.rows.ttft_s[number] = time.perf_counter() - self.tickets[number].started
-            count -= 1  # prefill chooses the first token
+        if not own.row_rounds:
+            # Prefill chooses the first token.
+            own.ttft_s = time.perf_counter() - self.tickets[number].started
+            own.row_rounds, own.accepted_by_depth = [0], [0] * self.engine.batch.depth
         else:
-            self.rows.rounds[number] += 1
+            own.rounds += 1
+            own.decoded_tokens += count
             for depth in range(sum(origin != "target" for origin in event.origins[:count])):
-                self.accepted_by_depth[depth] += 1
-        self.decoded_tokens += count
+                own.accepted_by_depth[depth] += 1
         if kept is not None:
             self.engine.cancel(self.tickets[number])
             self._end(number)
 
     def _end(self, number: int) -> None:
-        del self.tickets[number]
-        self.listener.finish(number)
+        ticket, own, batch = self.tickets.pop(number), self.figures[number], self.engine.batch
+        own.decode_s, own.rounds_by_plan = ticket.round_s, dict(ticket.plans)
+        own.row_rounds, own.row_ttft_s = [own.rounds], [own.ttft_s]
+        if batch.device.type == "cuda":
+            own.peak_memory_bytes = torch.cuda.max_memory_allocated(batch.device)
+        setup = {"build_s": self.build_s, **batch.setup}
+        for name, seconds in setup.items():
+            setattr(own, name, seconds - self.reported[name])
+        self.reported = setup
+        self._name_tree(own)
+        self.listener.finish(number, own)
 
-    def _stats(self, seconds: float, build_s: float, setup: dict[str, float]) -> GenerationStats:
-        """seconds: those of prefill and rounds. setup: `Batch.setup` before."""
-        batch, worker, drafting = self.engine.batch, self.engine.worker, self.engine.settings.drafting
+    def _name_tree(self, stats: GenerationStats) -> None:
+        drafting = self.engine.settings.drafting
+        stats.tree_shape = tuple(drafting.tree_shape)
+        stats.tree_nodes = self.engine.batch.nodes if drafting.method == "tree" else 0
+
+    def _stats(self, seconds: float) -> GenerationStats:
+        """The figures of all requests. seconds: those of prefill and rounds."""
+        worker, stats = self.engine.worker, pool([self.figures[number] for number in self.own])
         plans = {} if worker.controller is None else worker.controller.played
-        is_cuda = batch.device.type == "cuda"
-        return GenerationStats(
-            rounds=sum(self.rows.rounds[number] for number in self.own),
-            row_rounds=self.rows.rounds,
-            row_ttft_s=self.rows.ttft_s,
-            decoded_tokens=self.decoded_tokens,
-            accepted_by_depth=self.accepted_by_depth,
-            ttft_s=worker.counts.prefill_s,
-            decode_s=seconds - worker.counts.prefill_s,
-            peak_memory_bytes=torch.cuda.max_memory_allocated(batch.device) if is_cuda else 0,
-            tree_shape=tuple(drafting.tree_shape),
-            tree_nodes=batch.nodes if drafting.method == "tree" else 0,
-            rounds_by_plan={plan.name: count for plan, count in plans.items()},
-            build_s=build_s,
-            **{name: total - setup[name] for name, total in batch.setup.items()},
-        )
+        stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
+        stats.ttft_s, stats.decode_s = worker.counts.prefill_s, seconds - worker.counts.prefill_s
+        self._name_tree(stats)
+        return stats

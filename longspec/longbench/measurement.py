@@ -1,6 +1,6 @@
-"""The measurement: loads the weights, runs the samples batch by batch and times them.
+"""The measurement: loads the weights, runs the samples and times them.
 
-Under torchrun each rank runs a share of the batches. The rows of a batch and their seeds do not depend on the ranks.
+Under torchrun each rank runs a share of the samples, whose seeds do not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -8,16 +8,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from longspec.inference import load_pair
-from longspec.inference.generate import generate
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.arguments import checked_drafting, end_tokens
+from longspec.inference.engine.requests import Request, Tokens
+from longspec.inference.generate import generate, request_sampling
 from longspec.inference.request import row_seed
+from longspec.inference.stats import GenerationStats
 from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Results
+from longspec.longbench.checks import drafting_of
 from longspec.longbench.plan import EvaluationPlan, make_plan
 from longspec.longbench.prompts import TaskPrompt
-from longspec.longbench.report import SampleResult, batch_lines, read_line, summarize, table, write_json
+from longspec.longbench.report import SampleResult, read_line, sample_line, summarize, table, write_json
 from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
@@ -97,29 +103,48 @@ def load_model(plan: EvaluationPlan) -> GlideMixin:
 
 
 def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: ResumableJob) -> None:
-    """Run this rank's share of the batches with a sample that has no line."""
-    prompts = plan.selection.prompts
-    size = plan.options.batch_size
-    batches = [range(first, min(first + size, len(prompts))) for first in range(0, len(prompts), size)]
+    """Run this rank's share of the samples without a line."""
+    prompts, rows = plan.selection.prompts, plan.options.batch_size
 
-    def load(batch: range) -> int:
-        # The positions of the longest row.
-        return max(len(prompts[index].token_ids) for index in batch) + plan.max_new_tokens
+    def add(index: int, token_ids: list[int], stats: GenerationStats, count: Count) -> None:
+        line = sample_line(_result(prompts[index], token_ids, plan.tokenizer), stats, index, rows)
+        count(0, len(results.add([line])))
 
-    def work(own: Iterator[range], count: Count) -> None:
-        for batch in own:
-            rows = prompts[batch.start : batch.stop]
-            # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
-            seed = [row_seed(plan.options.seed, index) for index in batch]
-            output = generate(model, [prompt.token_ids for prompt in rows], **plan.settings, seed=seed)
-            answers = [
-                _result(prompt, new_tokens.tolist(), plan.tokenizer)
-                for prompt, new_tokens in zip(rows, output.new_tokens, strict=True)
-            ]
-            count(0, len(results.add(batch_lines(answers, output.stats, batch.start))))
+    # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
+    def work_one_by_one(own: Iterator[int], count: Count) -> None:
+        for index in own:
+            seed = [row_seed(plan.options.seed, index)]
+            output = generate(model, [prompts[index].token_ids], **plan.settings, seed=seed)
+            add(index, output.new_tokens[0].tolist(), output.stats, count)
 
-    missing = [batch for batch in batches if not results.done.issuperset(batch)]
-    job.run(missing, load, work, len(results.done), f"{plan.options.task}, {plan.options.method}")
+    def work_together(own: Iterator[int], count: Count) -> None:
+        indices = list(own)
+        answers: list[list[int]] = [[] for _ in indices]
+
+        def take(number: int, event: Tokens) -> None:
+            answers[number] += event.ids
+
+        def finish(number: int, stats: GenerationStats) -> None:
+            add(indices[number], answers[number], stats, count)
+
+        listener = Listener(take, finish, job.is_stopped)
+        drafting = checked_drafting(model, drafting_of(plan.options), False)
+        kernels = plan.options.attention, plan.options.compile
+        answer_all(model, drafting, [_request(model, plan, index) for index in indices], rows, listener, *kernels)
+
+    missing = [index for index in range(len(prompts)) if index not in results.done]
+    work = work_one_by_one if rows == 1 else work_together
+    label = f"{plan.options.task}, {plan.options.method}"
+    job.run(missing, lambda index: len(prompts[index].token_ids) + plan.max_new_tokens, work, len(results.done), label)
+
+
+def _request(model: GlideMixin, plan: EvaluationPlan, index: int) -> Request:
+    options, eos_token_id = plan.options, plan.pair.eos_token_id
+    eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+    shape = options.temperature, options.top_p, options.top_k
+    sampling = request_sampling(model, plan.token_options, eos_ids, *shape)
+    seeded = replace(sampling, seed=row_seed(options.seed, index))
+    return Request(plan.selection.prompts[index].token_ids, plan.max_new_tokens, seeded, frozenset(eos_ids))
 
 
 def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
@@ -129,7 +154,9 @@ def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
     # With the longest prompts, because kernels are compiled for sizes.
     by_length = sorted(plan.selection.prompts, key=lambda prompt: len(prompt.token_ids), reverse=True)
     longest = by_length[: plan.options.batch_size]
-    generate(model, [prompt.token_ids for prompt in longest], **settings, seed=plan.options.seed)
+    rows = plan.options.batch_size
+    ids = [prompt.token_ids for prompt in longest]
+    generate(model, ids, **settings, seed=plan.options.seed, batch_size=None if rows == 1 else rows)
 
 
 def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleResult:

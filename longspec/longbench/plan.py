@@ -117,10 +117,14 @@ class EvaluationPlan:
             "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
-            # generation_config.json does not apply: the command's options alone define the distribution.
-            **WITHOUT_FILE,
-            **with_word_ids(options.token_options, self.tokenizer),
+            **self.token_options,
         }
+
+    @property
+    def token_options(self) -> dict[str, Any]:
+        """Those of the arguments that are filters and penalties."""
+        # generation_config.json does not apply: the command's options alone define the distribution.
+        return {**WITHOUT_FILE, **with_word_ids(self.options.token_options, self.tokenizer)}
 
     @property
     def data_file(self) -> Path:

@@ -1,4 +1,4 @@
-"""The lines of samples, each with the figures of its batch, and the summary that pools them."""
+"""The lines of samples, each with its figures, and the summary that pools them."""
 
 from __future__ import annotations
 
@@ -33,23 +33,17 @@ class SampleResult:
     """The new tokens as text."""
 
 
-def batch_lines(results: Sequence[SampleResult], stats: GenerationStats, first: int) -> list[Line]:
-    """The lines of a batch. stats: the batch's; first: number of its first sample.
-
-    Times and memory belong to the batch, counts to the row.
-    """
-    rows = zip(results, stats.row_rounds, strict=True)
-    return [_sample_line(index, result, rounds, first, stats) for index, (result, rounds) in enumerate(rows, first)]
-
-
-def _sample_line(index: int, result: SampleResult, rounds: int, first: int, stats: GenerationStats) -> Line:
+def sample_line(result: SampleResult, stats: GenerationStats, index: int, rows: int = 1) -> Line:
+    """The line of a sample. stats: its own, whose `decode_s` is its share of the time of rounds. rows: samples that are
+    decoded at the same time."""
+    rounds = stats.rounds
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
     return {
         "index": index,
         "id": result.id,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.token_ids),
-        "batch_rows": len(stats.row_rounds),
+        "batch_rows": rows,
         # The first token comes from prefill.
         "acceptance_length": (len(result.token_ids) - 1) / rounds if rounds else None,
         "rounds": rounds,
@@ -58,7 +52,7 @@ def _sample_line(index: int, result: SampleResult, rounds: int, first: int, stat
         "tokens_per_second": _number_or_none(stats.tokens_per_second),
         **shape,
         "batch": {
-            "first": first,
+            "first": index,
             "rounds": stats.rounds,
             "decoded_tokens": stats.decoded_tokens,
             "accepted_by_depth": stats.accepted_by_depth,
@@ -76,15 +70,15 @@ def read_line(raw: bytes) -> Line:
     try:
         line = json.loads(raw)
         kept = {name: value for name, value in line.items() if name not in ("text", "token_ids")}
-        _batch_stats(kept)
+        _stats(kept)
         return {"index": int(kept["index"]), "new_tokens": kept["new_tokens"]} | kept
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a line of results") from error
 
 
-def _batch_stats(line: Line) -> GenerationStats:
-    """The figures of the whole batch that a line belongs to."""
-    # The row index `first` identifies the batch and is no figure.
+def _stats(line: Line) -> GenerationStats:
+    """The figures of a line."""
+    # The number of the sample is no figure.
     counts = {name: value for name, value in line["batch"].items() if name != "first"}
     return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 
@@ -104,9 +98,8 @@ def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts
 
     processes: number of ranks of the largest launch that wrote lines.
     """
-    # The rows of a batch share its figures, so each batch counts once.
-    batches = {line["batch"]["first"]: _batch_stats(line) for line in lines}
-    pooled = pool(list(batches.values()))
+    # Lines of earlier versions have the figures of their batch, which count once.
+    pooled = pool(list({line["batch"]["first"]: _stats(line) for line in lines}.values()))
     samples = len(lines)
     return facts | {
         "samples": samples,

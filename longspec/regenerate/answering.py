@@ -56,4 +56,4 @@ class Answerer:
             answers[number].tokens += event.ids
             progress(len(event.ids), 0)
 
-        answer_all(self.model, self.drafting, requests, self.batch_size, Listener(take, lambda number: progress(0, 1)))
+        answer_all(self.model, self.drafting, requests, self.batch_size, Listener(take, lambda *_: progress(0, 1)))

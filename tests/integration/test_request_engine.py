@@ -16,6 +16,7 @@ from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request, RequestTooLarge, Tokens
 from longspec.inference.methods import Drafting
+from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
@@ -115,6 +116,20 @@ def test_rows_are_refilled_together(model: GlideMixin) -> None:
         assert found == [target_greedy(model, torch.tensor(r.prompt), r.max_new_tokens) for r in requests]
         counts.append(len(passes))
     assert counts[1] < 0.6 * counts[0]
+
+
+def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
+    """They add up to those of all; a round's time is shared out once."""
+    requests = [Request([1 + number % 5] * (3 + number), 4 + 2 * number) for number in range(5)]
+    own: dict[int, GenerationStats] = {}
+    whole = answer_all(model, Drafting("lookup"), requests, 2, Listener(lambda *_: None, own.__setitem__))
+    assert [own[number].rounds for number in range(5)] == whole.row_rounds
+    assert [own[number].decoded_tokens for number in range(5)] == [3 + 2 * number for number in range(5)]
+    pooled = pool(list(own.values()))
+    for name in ("rounds", "decoded_tokens", "accepted_by_depth", "build_s"):
+        assert getattr(pooled, name) == getattr(whole, name), name
+    assert 0 < pooled.decode_s <= whole.decode_s and all(stats.ttft_s > 0 for stats in own.values())
+    assert sum(stats.build_s > 0 for stats in own.values()) == 1
 
 
 def test_auto_answers_all(model: GlideMixin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
 
-from longspec.inference.generate import GenerationOutput, generate
 from longspec.kernels.native.library import native_library
 from longspec.locks import LOCK_NAME, locked
-from longspec.longbench import measurement
+from longspec.longbench import measurement, report
 from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
 
@@ -47,16 +46,17 @@ def answers(out: Path) -> list[tuple[str, list[int]]]:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
-    """Let this process receive signal `number` during the measured batch that follows `after` others."""
+    """Let this process receive signal `number` when a sample ends that follows `after` others."""
     calls = []
 
-    def interrupted(*args: Any, **settings: Any) -> GenerationOutput:
-        calls.append(settings)
-        if len(calls) == after + 2:  # the warm-up comes first
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == after + 1:
             os.kill(os.getpid(), number)
-        return generate(*args, **settings)
+        return make_line(*args)
 
-    monkeypatch.setattr(measurement, "generate", interrupted)
+    make_line = measurement.sample_line
+    monkeypatch.setattr(measurement, "sample_line", interrupted)
 
 
 def no_weights(plan: object) -> None:
@@ -158,7 +158,7 @@ def test_overwrite_replaces_the_results_of_another_run(pair: tuple[Path, Path], 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_signal_saves_the_running_batch_and_the_same_command_continues(
+def test_a_stop_signal_saves_the_running_samples_and_the_same_command_continues(
     pair: tuple[Path, Path],
     uninterrupted: Path,
     tmp_path: Path,
@@ -168,7 +168,7 @@ def test_a_stop_signal_saves_the_running_batch_and_the_same_command_continues(
 ) -> None:
     """Continued runs draw the same tokens as uninterrupted ones, and their summary pools all samples."""
     out, handlers = tmp_path / "out", signal.getsignal(number)
-    interrupt(monkeypatch, number, after=1)
+    interrupt(monkeypatch, number, after=2)
     with pytest.raises(SystemExit) as stop:
         main(arguments(*pair, out, *SAMPLED))
     assert stop.value.code == 128 + number and signal.getsignal(number) == handlers
@@ -179,20 +179,20 @@ def test_a_stop_signal_saves_the_running_batch_and_the_same_command_continues(
     kept = (out / "samples.jsonl").read_bytes()
     with (out / "samples.jsonl").open("ab") as handle:
         handle.write(b'{"index": 4, "id": "r')  # as a process leaves it that is killed while it writes
-    monkeypatch.setattr(measurement, "generate", generate)
+    monkeypatch.setattr(measurement, "sample_line", report.sample_line)
     summary = main(arguments(*pair, out, *SAMPLED))
     assert "continues after 4 of 5 samples" in capsys.readouterr().out
-    assert (out / "samples.jsonl").read_bytes().startswith(kept)
+    assert set(kept.splitlines()) < set((out / "samples.jsonl").read_bytes().splitlines())
     assert answers(out) == answers(uninterrupted)
     expected = json.loads((uninterrupted / "summary.json").read_text())
     assert {name: summary[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
 
 
-def test_a_stop_signal_in_the_last_batch_leaves_a_complete_run(
+def test_a_stop_signal_in_the_last_sample_leaves_a_complete_run(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    interrupt(monkeypatch, signal.SIGTERM, after=2)
+    interrupt(monkeypatch, signal.SIGTERM, after=4)
     with pytest.raises(SystemExit) as stop:
         main(arguments(*pair, out, *SAMPLED))
     assert stop.value.code == 143 and json.loads((out / "summary.json").read_text())["samples"] == 5

@@ -5,6 +5,7 @@ Importing it loads no library.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -139,6 +140,10 @@ class Ticket:
     """The same at the start of prefill."""
     cached_prompt_tokens: int = 0
     """Prompt tokens whose keys and values are reused. Set at the start of prefill."""
+    round_s: float = 0.0
+    """Its share of the time of the rounds so far, in seconds; rows of a round have equal shares."""
+    plans: Counter[str] = field(default_factory=Counter)
+    """Number of its rounds per plan of method "auto"."""
     cancelled: bool = False
     """Set by `cancel`; the engine's thread acts on it before its next round."""
     failure: str = ""

@@ -49,6 +49,8 @@ class Worker:
         self.ahead = 1 if batch.runner.capturable else 0
         """Rounds that are launched before the result of the oldest one is read."""
         self._launches: deque[Launch] = deque()
+        self._since = 0.0
+        """time.perf_counter() from which on the time of rounds is not shared out."""
         self._ended: list[Row] = []
         """Rows whose requests have ended, but which the batch has not taken out of the rounds."""
         self.controller: Controller | None = None
@@ -78,14 +80,20 @@ class Worker:
             for outcome in outcomes:
                 self._begin(outcome)
             self._take_out()
-        self.counts.prefill_s += time.perf_counter() - start
+        prefill_s = time.perf_counter() - start
+        self.counts.prefill_s += prefill_s
+        self._since += prefill_s
         if len(self.outbox) > events:
             deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         running = self.rows.running()
         # A round emits a token or more in each running row.
         is_needed = max((row.missing for row in running), default=0) > len(self._launches)
         if is_needed:
+            if not self._launches:
+                self._since = time.perf_counter()
+            setup = self.batch.seconds_of_setup
             self._launches.append(self._launch(running))
+            self._since += self.batch.seconds_of_setup - setup
         # The host has time until the round ends: clients get the tokens that were read last.
         deliver()
         if self.controller is not None:
@@ -188,10 +196,12 @@ class Worker:
     def _note(self, launch: Launch) -> None:
         """Process a round's result. Reading it waits for the round."""
         whole, traces, scores = launch.flight.rows(), launch.flight.traces(), launch.flight.scores()
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
         parts: dict[Hashable, RowRound] = {}
-        for number, row, last_used in launch.rows:
-            if row.last_used != last_used:
-                continue  # the request ended while the round was in flight
+        # Other requests ended while the round was in flight.
+        live = [(number, row) for number, row, last_used in launch.rows if row.last_used == last_used]
+        for number, row in live:
             played = whole[number]
             if played.fault:
                 self._stop_faulty(row, played.fault)
@@ -204,8 +214,11 @@ class Worker:
             row.tokens.extend(new_tokens[:-1])
             job.root = new_tokens[-1]
             job.rounds += 1
-            job.last_token = time.perf_counter()
+            job.last_token = now
             request = job.ticket.request
+            job.ticket.round_s += seconds / len(live)
+            if launch.plan is not None:
+                job.ticket.plans[launch.plan.name] += 1
             tree = None
             if traces is not None and request.trace:
                 tree = _tree(traces[number], launch.flight.width, round_origins(played.from_lookup)[:-1])
