@@ -25,6 +25,7 @@ CONFIG_NAME = "training_config.yaml"
 """File of the configuration in a checkpoint folder."""
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that is not in the schema."""
+SCHEMA = OmegaConf.structured(TrainConfig)
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig | None:
@@ -84,16 +85,18 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 def _merged(composed: DictConfig) -> DictConfig:
     """`composed` merged into the schema, where keys may be missing. Raises UserError as `typed` does."""
-    merged: Any = OmegaConf.structured(TrainConfig)
     key = ""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True)
-        # Merged one by one, so that an error without a key can be attributed to one.
-        for key, value in values.items():
-            merged = OmegaConf.merge(merged, {key: value})
+        try:
+            return OmegaConf.merge(SCHEMA, values)  # type: ignore[return-value]
+        except OmegaConfBaseException:
+            # Key by key, so that an error without a key can be attributed to one.
+            for key, value in values.items():
+                OmegaConf.merge(SCHEMA, {key: value})
+            raise
     except OmegaConfBaseException as error:
         raise _key_error(error, key) from error
-    return merged
 
 
 def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:

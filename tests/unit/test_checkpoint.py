@@ -164,13 +164,6 @@ def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: boo
     assert step_of(tmp_path / "checkpoint-last") == 2 and len(whole_folders(tmp_path)) == 4
 
 
-def test_fallback_to_the_older_is_said_and_counts_as_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / "last_ds", 4, whole=False)
-    write(tmp_path / "last_2ds", 2)
-    assert find_latest(tmp_path) == (tmp_path / "last_2ds", progress(2))
-    assert "last_2ds" in caplog.text and "older" in caplog.text
-
-
 def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -> None:
     write(tmp_path / "last_ds", 4, whole=False)
     write(tmp_path / "last_2ds", 2)
@@ -324,17 +317,6 @@ def test_a_marker_has_every_ranks_own_report(tmp_path: Path) -> None:
     (folder / "shard").write_text("other")
     write_marker(folder, progress(1), reports=reports)
     assert markers.damage(folder) == f"{folder / 'shard'} is not the file that was saved"
-
-
-def test_looking_for_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
-    """A file that was missing for a while is used again once it is back."""
-    write(tmp_path / "last_ds", 4)
-    content = tmp_path / "last_ds" / "sub" / "content"
-    content.rename(tmp_path / "away")
-    with pytest.raises(UserError, match="content is missing"):
-        find_latest(tmp_path)
-    (tmp_path / "away").rename(content)
-    assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(4))
 
 
 def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

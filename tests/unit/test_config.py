@@ -108,12 +108,6 @@ def test_relative_config_path_with_and_without_slash(monkeypatch: pytest.MonkeyP
     assert load(TINY, *paths, folder="conf/exp/") == load(TINY, *paths, folder="conf/exp")
 
 
-def test_family_is_an_override(paths: list[str]) -> None:
-    config = load(TINY, *paths, "model=mistral")
-    assert config.model._target_ == "longspec.MistralGlide.from_pretrained"
-    assert config.model.torch_dtype == "float32"
-
-
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
 QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
 

@@ -78,14 +78,6 @@ def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None
     assert all(torch.equal(weight, state[name]) for name, weight in loaded.items())
 
 
-def test_saved_folder_comes_back(tmp_path: Path) -> None:
-    draft = make_pair(tmp_path / "target").draft_model.state_dict()
-    save_draft_folder(draft, tiny_config("llama"), tmp_path / "hub")
-    assert (tmp_path / "hub" / "config.json").is_file()
-    back = load_draft(tmp_path / "hub")
-    assert back.keys() == draft.keys() and all(torch.equal(back[name], draft[name]) for name in draft)
-
-
 def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "target")
     pair.draft_model.set_vocabulary(torch.arange(0, pair.config.vocab_size, 2))
@@ -110,22 +102,6 @@ def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: 
     safetensors.torch.save_file(broken, tmp_path / "small" / "model.safetensors")
     with pytest.raises(UserError, match=r"small: self_attn\.q_proj\.weight is int8 without self_attn"):
         load_draft(tmp_path / "small")
-
-
-def test_a_drafts_window_lies_in_its_files(tmp_path: Path) -> None:
-    """So decoding has the window of training; drafts that say nothing, the published ones, have 512."""
-    draft = make_pair(tmp_path / "target").draft_model.state_dict()
-    for name, window in (("hub", 96), ("run", 128), ("published", 512)):
-        folder = tmp_path / name
-        if name == "hub":
-            save_draft_folder(draft, tiny_config("llama"), folder, DraftOptions(window))
-        else:
-            torch.save(draft, _made(folder) / "draft_model_weights.pth")
-        if name == "run":
-            run = {"model": {"_target_": "longspec.train.models.llama_glide.LlamaGlide.from_pretrained", "window": 128}}
-            (folder / "training_config.yaml").write_text(json.dumps(run))
-        model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=folder, torch_dtype=torch.float32)
-        assert model.draft_model.window == draft_settings(folder).options.window == window
 
 
 @pytest.mark.parametrize("form", ["pth", "hub", "saved pair"])

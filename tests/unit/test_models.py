@@ -222,13 +222,6 @@ def test_config_that_asks_for_flash_attention_runs_without_it(tmp_path: Path) ->
     LlamaGlide(config, tmp_path, attn_implementation="flash_attention_2")
 
 
-@pytest.mark.parametrize("dtype", ["int64", "flaot16"])
-def test_bad_dtype_is_one_clear_line(tmp_path: Path, dtype: str) -> None:
-    save_target(tmp_path, "llama")
-    with pytest.raises(UserError, match="torch_dtype"):
-        LlamaGlide.from_pretrained(tmp_path, torch_dtype=dtype)
-
-
 def test_position_limit_counts_the_scaling() -> None:
     """Linear: the length before scaling is stated. YaRN: either may be stated. llama3: the length after."""
     for rope, positions, limit in (

@@ -197,7 +197,8 @@ def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
         ({"glide_path": 5}, "glide_path"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
         ({"pad_token_id": True}, "pad_token_id: a bool"),
-        ({"dtype": "flaot16"}, "dtype"),
+        ({"dtype": "flaot16"}, "torch_dtype: 'flaot16' is not"),
+        ({"torch_dtype": "int64"}, "torch_dtype: 'int64' is not"),
         ({"device_map": "nowhere"}, "nowhere"),
     ],
 )

@@ -92,23 +92,15 @@ def check_same(got: Tree, expected: Tree) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_most_probable_level_equals_the_reference(sizes: tuple[int, ...], temperature: float, device: str) -> None:
-    """Tokens, parents, scores and visible nodes, for any size of the level and of the vocabulary."""
+def test_a_level_equals_the_reference(sizes: tuple[int, ...], temperature: float, sampled: bool, device: str) -> None:
+    """Tokens, parents, scores and visible nodes, for any size of the level and of the vocabulary. A sampled level, with
+    equal noise, also in arrivals and q, of which no other row changes."""
     batch, parents, width, vocab = sizes
-    tree, above = half_grown(batch, parents, width, sampled=False)
-    check_best(tree, above, width, random_logits(batch, parents, vocab), temperature, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_sampled_level_equals_the_reference(sizes: tuple[int, ...], temperature: float, device: str) -> None:
-    """With equal noise; including arrivals and q, of which no other row changes."""
-    batch, parents, width, vocab = sizes
-    tree, above = half_grown(batch, parents, width, sampled=True)
-    check_sampled(tree, above, width, random_logits(batch, parents, vocab), temperature, device)
+    check = check_sampled if sampled else check_best
+    check(*half_grown(batch, parents, width, sampled), width, random_logits(batch, parents, vocab), temperature, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
