@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PrefixParts
-from longspec.kernels.torch.attention import ring_visible
+from longspec.kernels.torch.attention import buffer_visible
 
 if TYPE_CHECKING:
     from longspec.kernels.triton.attention_tiles import Tiles
@@ -117,8 +117,8 @@ def window_attention(
 ) -> Tensor:
     """Reference of `window_attention.window_attention`."""
     window = k.shape[2] - tree_mask.shape[2]
-    ring_mask = ring_visible(lengths, level, window, q.shape[2])
-    return attention_with_lse(q, k, v, torch.cat([ring_mask, tree_mask], 2), scale)[0]
+    buffer_mask = buffer_visible(lengths, level, window, q.shape[2])
+    return attention_with_lse(q, k, v, torch.cat([buffer_mask, tree_mask], 2), scale)[0]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:

@@ -119,7 +119,7 @@ def branches_admitted_by_the_draws(patch: Patch) -> None:
         if branches is not None:
             children = tree.tokens.where(tree.parents == 0, -1)
             drawn = (children[:, None] == branches.tokens[..., :1]).any(2, keepdim=True)
-            branches = branches._replace(merits=branches.merits.where(drawn, -torch.inf))
+            branches = branches._replace(scores=branches.scores.where(drawn, -torch.inf))
         return select(tree, levels, nodes, by_arrival, branches)
 
     patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))

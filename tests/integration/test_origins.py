@@ -85,7 +85,7 @@ def path_origins(drafter: Any, path: Sequence[int]) -> list[str]:
     branches: list[list[int]] = []
     if drafter.lookup is not None:
         state = drafter.lookup.state
-        exists = state.merits[0] > -torch.inf
+        exists = state.scores[0] > -torch.inf
         branches = [tokens[inside].tolist() for tokens, inside in zip(state.tokens[0], exists, strict=True)]
     return [
         "lookup" if any(branch[:depth] == list(path[:depth]) for branch in branches) else "draft"

@@ -129,7 +129,7 @@ def branches_of(*chains: Tokens) -> Branches:
     """Branches with these tokens, each less probable than the one before."""
     depth = max(map(len, chains))
     tokens = torch.tensor([[(*chain, *[0] * (depth - len(chain))) for chain in chains]])
-    merits = torch.tensor(
+    scores = torch.tensor(
         [
             [
                 [-0.4 * d - 0.5 * k if d <= len(chain) else -torch.inf for d in range(1, depth + 1)]
@@ -137,7 +137,7 @@ def branches_of(*chains: Tokens) -> Branches:
             ]
         ]
     )
-    return Branches(tokens, merits)
+    return Branches(tokens, scores)
 
 
 def selected_trees(

@@ -141,10 +141,10 @@ def test_prefix_equals_dense_attention(
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("level", [0, 1, 4])
 @pytest.mark.parametrize(("nodes", "head_dim"), [(1, 64), (16, 64), (5, 80)])
-def test_window_sees_the_ring_by_position_and_nodes_by_the_mask(
+def test_window_sees_tokens_by_position_and_nodes_by_the_mask(
     nodes: int, head_dim: int, level: int, attend: tuple[DecodingAttention, str]
 ) -> None:
-    """Against explicit positions, with roots before, at and after the first turn of the ring."""
+    """Against explicit positions, with roots before, at and after the first turn of the ring buffer."""
     backend, device = attend
     window, tree, roots = 40, 21, [0, 7, 40, 41, 133]
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32

@@ -148,10 +148,10 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
         for b, end in enumerate(root_at.tolist()):
             expected = plain[b].propose(text[b, : end + 1].tolist())
             assert [n > 0 for n in branches.state.match_lengths[b].tolist()] == [k < len(expected) for k in range(2)]
-            for k, (tokens, merits) in enumerate(expected):
+            for k, (tokens, scores) in enumerate(expected):
                 assert got.tokens[b, k, : len(tokens)].tolist() == tokens
-                assert got.merits[b, k, : len(tokens)].tolist() == pytest.approx(merits, abs=1e-4)
-                assert got.merits[b, k, len(tokens) :].isinf().all()
+                assert got.scores[b, k, : len(tokens)].tolist() == pytest.approx(scores, abs=1e-4)
+                assert got.scores[b, k, len(tokens) :].isinf().all()
                 seen += 1
         counts = torch.tensor([step % 4, 1 + step % 2 * 12, 5 if step % 3 else 0])
         steps = torch.arange(14)

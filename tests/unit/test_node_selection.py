@@ -57,9 +57,9 @@ def test_the_best_nodes_are_selected(
         assert torch.equal(mine.cpu(), plain)
 
     for row in range(6):
-        merit = (-tree.arrivals if sampled else tree.scores)[row].tolist()
+        priority = (-tree.arrivals if sampled else tree.scores)[row].tolist()
         known = paths(tree.tokens[row].tolist(), tree.parents[row].tolist())
-        real = sorted((node for node, path in enumerate(known) if path is not None), key=lambda node: -merit[node])
+        real = sorted((node for node, path in enumerate(known) if path is not None), key=lambda node: -priority[node])
         selected = paths(expected.tokens[row].tolist(), expected.parents[row].tolist())
         filled = [node for node, path in enumerate(selected) if path is not None]
         best = sorted(real[:nodes])
@@ -103,7 +103,7 @@ def random_branches(tree: Tree, depth: int, vocab: int, seed: int) -> Branches:
     """A long and a short branch, which follow paths of the tree for a while."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (len(tree.tokens), 2, depth), generator=generator)
-    merits = -torch.rand(tokens.shape, generator=generator).cumsum(2)
+    scores = -torch.rand(tokens.shape, generator=generator).cumsum(2)
     for row in range(len(tokens)):
         known = [path for path in paths(tree.tokens[row].tolist(), tree.parents[row].tolist()) if path]
         for chain in range(2):
@@ -111,10 +111,10 @@ def random_branches(tree: Tree, depth: int, vocab: int, seed: int) -> Branches:
             tokens[row, chain, : len(path)] = torch.tensor(path)
         if tokens[row, 0, 0] == tokens[row, 1, 0]:
             tokens[row, 1, 0] = (tokens[row, 0, 0] + 1) % vocab
-        merits[row, 0, int(torch.randint(depth + 1, (1,), generator=generator)) :] = -torch.inf
-    merits[:, 1, depth // 2 :] = -torch.inf
-    merits[0] = -torch.inf
-    return Branches(tokens, merits)
+        scores[row, 0, int(torch.randint(depth + 1, (1,), generator=generator)) :] = -torch.inf
+    scores[:, 1, depth // 2 :] = -torch.inf
+    scores[0] = -torch.inf
+    return Branches(tokens, scores)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,19 +135,19 @@ def test_branches_compete_with_the_tree_and_absorb_its_nodes(
     absorbed = 0
     for row in range(8):
         known = paths(tree.tokens[row].tolist(), tree.parents[row].tolist())
-        merit: dict[tuple[int, ...] | None, float] = {}
+        priority: dict[tuple[int, ...] | None, float] = {}
         for path, own in zip(known, (-tree.arrivals if sampled else tree.scores)[row].tolist(), strict=True):
-            merit[path] = own
+            priority[path] = own
         in_branch: dict[tuple[int, ...], int] = {}
-        for tokens, merits in zip(branches.tokens[row].tolist(), branches.merits[row].tolist(), strict=True):
-            for depth, own in enumerate(merits, start=1):
+        for tokens, scores in zip(branches.tokens[row].tolist(), branches.scores[row].tolist(), strict=True):
+            for depth, own in enumerate(scores, start=1):
                 path = tuple(tokens[:depth])
                 if own > -math.inf:
                     in_branch[path] = known.index(path) if path in known else 0
-                    merit[path] = math.inf if sampled else max(own, merit.get(path, own))
-        merit |= {(): math.inf}
-        merit.pop(None, None)
-        order = sorted(merit, key=lambda path: (-merit[path], path not in in_branch and path != ()))
+                    priority[path] = math.inf if sampled else max(own, priority.get(path, own))
+        priority |= {(): math.inf}
+        priority.pop(None, None)
+        order = sorted(priority, key=lambda path: (-priority[path], path not in in_branch and path != ()))
         selected = paths(expected.tokens[row].tolist(), expected.parents[row].tolist())
         real = [path for path in selected if path is not None]
         assert len(real) == len(set(real)) and set(real) == set(order[:nodes])

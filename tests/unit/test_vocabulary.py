@@ -180,7 +180,7 @@ def test_equal_logits_give_distinct_children(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_race_does_not_lose_improbable_paths(device: str) -> None:
+def test_sampling_does_not_lose_improbable_paths(device: str) -> None:
     """Paths of probability 1e-250 next to one token that is almost certain."""
     tree, above = half_grown(2, 3, 6, sampled=True)
     tree.scores[:, above] -= 500.0

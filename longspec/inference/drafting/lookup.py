@@ -109,7 +109,7 @@ class LookupBranches:
             trials=torch.zeros(batch, len(PRIORS), device=device),
             priors=torch.tensor(PRIORS, device=device),
             tokens=torch.zeros(shape, dtype=torch.long, device=device),
-            merits=torch.full(shape, -torch.inf, device=device),
+            scores=torch.full(shape, -torch.inf, device=device),
             match_lengths=torch.zeros(shape[:2], dtype=torch.long, device=device),
             roots=torch.zeros(batch, dtype=torch.long, device=device),
         )
@@ -145,4 +145,4 @@ class LookupBranches:
     def propose(self, root: Tensor, lengths: Tensor) -> Branches:
         """The branches below root, LongTensor [B], at positions lengths [B]. Every round returns the same tensors."""
         self.backend.extend_branches(self.state, root, lengths, self.sizes, PRIOR_WEIGHT)
-        return Branches(self.state.tokens, self.state.merits)
+        return Branches(self.state.tokens, self.state.scores)

@@ -83,10 +83,10 @@ class TreeDrafter(Drafter):
         widths = torch.tensor([1, *self.shape])
         self.levels = torch.arange(len(widths)).repeat_interleave(widths).to(runner.device)
         """LongTensor [M]: the depth of the nodes of the whole tree."""
-        self.least_merits: Tensor | None = None
-        """fp32 [K, D]: merit that each node of the branches needs next to a sampled tree."""
+        self.least_scores: Tensor | None = None
+        """fp32 [K, D]: score that each node of the branches needs next to a sampled tree."""
         if lookup is not None and is_sampled:
-            self.least_merits = least_merits(self.nodes, lookup)
+            self.least_scores = least_scores(self.nodes, lookup)
 
     def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
         draft = self.draft.narrow(rows)
@@ -120,8 +120,8 @@ class TreeDrafter(Drafter):
             part.q = None if self.q is None else self.q[:, : grown_nodes - part.shape[-1]]
         part.depth = part._longest_path()
         part.selects = nodes < part.tree.tokens.shape[1] or self.lookup is not None
-        if self.lookup is not None and self.least_merits is not None:
-            part.least_merits = least_merits(nodes, self.lookup)
+        if self.lookup is not None and self.least_scores is not None:
+            part.least_scores = least_scores(nodes, self.lookup)
         return part
 
     def _longest_path(self) -> int:
@@ -173,10 +173,10 @@ class TreeDrafter(Drafter):
         if self.lookup is None:
             return None
         branches = self.lookup.propose(root, cache.lengths)
-        if self.least_merits is None:
+        if self.least_scores is None:
             return branches
-        takes_part = branches.merits >= self.least_merits
-        return branches._replace(merits=branches.merits.where(takes_part, -torch.inf))
+        takes_part = branches.scores >= self.least_scores
+        return branches._replace(scores=branches.scores.where(takes_part, -torch.inf))
 
     def proposal(self, branches: Branches | None = None) -> Proposal:
         """The nodes of the grown tree and of `branches` that are to be verified."""
@@ -204,7 +204,7 @@ class TreeDrafter(Drafter):
         return self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
 
 
-def least_merits(nodes: int, lookup: LookupBranches) -> Tensor:
+def least_scores(nodes: int, lookup: LookupBranches) -> Tensor:
     """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree.
 
     nodes: number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of

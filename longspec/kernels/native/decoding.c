@@ -252,7 +252,7 @@ INLINE void softmax(float *scores, long slots, float scale) {
 
 // Attention of q [sequences, heads, nodes, size]: out, of the same shape. A query sees a range of slots and, of the
 // `others` slots after it, those where mask [sequences, nodes, others] is 1. Without a window the range is
-// 0 ... lengths[b] - 1. With one, it is a ring of `window` slots, of which a query at lengths[b] + level sees the
+// 0 ... lengths[b] - 1. With one, it is a ring buffer of `window` slots, of which a query at lengths[b] + level sees the
 // newest (see `DecodingAttention.window`). The heads / kv_heads * nodes queries of a KV head are split into `splits`
 // parts. scratch: `scratch_size` floats per thread, for the scores of a part, each row rounded up to 16 slots.
 void attention(const float *q, const float *keys, const float *values, float *out, float *scratch, const int *lengths,
@@ -270,7 +270,7 @@ void attention(const float *q, const float *keys, const float *values, float *ou
             const float *own_q = q + (pair * queries + from) * size;
             float *y = out + (pair * queries + from) * size, *scores = scratch + part * scratch_size;
 
-            // The range, which a ring can split in two, and the others
+            // The range, which a ring buffer can split in two, and the others
             long length = lengths[sequence], oldest = window && length + level > window ? length + level - window : 0;
             long seen = length > oldest ? length - oldest : 0, start = window ? oldest % window : 0;
             long before = window ? smaller(seen, window - start) : seen;

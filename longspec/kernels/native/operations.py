@@ -100,8 +100,8 @@ def attention(
     """Attention of q [B, H, N, D] to keys and values with the strides of `Stores`: [B, H, N, D].
 
     Each query sees slots 0 … lengths[b] - 1, lengths int32 [B], and of the M slots after them those where mask, bool
-    [B, N, M], is True. With a window, it sees instead what `DecodingAttention.window` says of a ring of W slots, and
-    the M slots are those after the ring. A query that sees no slot gets 0.
+    [B, N, M], is True. With a window, it sees instead what `DecodingAttention.window` says of a ring buffer of W, and
+    the M slots are those after the ring buffer. A query that sees no slot gets 0.
     """
     sequences, heads, nodes, size = q.shape
     assert k.dtype == v.dtype == torch.float32 and k.stride() == v.stride() and k.stride()[2:] == (size, 1)

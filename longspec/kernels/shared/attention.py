@@ -49,7 +49,7 @@ class DecodingAttention(Protocol):
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
     ) -> Tensor:
-        """The draft's self-attention: the N nodes of one level see a ring of accepted tokens and nodes of the tree.
+        """The draft's self-attention: N nodes of one level see a ring buffer of accepted tokens and nodes of the tree.
 
         k and v [B, K, W + M, D] are finite. Slot s < W holds the newest position p < lengths[b] with p % W == s, and
         slot W + j holds node j. The queries are at position lengths[b] + level. They see position p if p >= 0 and

@@ -55,7 +55,7 @@ class Branches(NamedTuple):
 
     tokens: Tensor
     """LongTensor [B, K, D]: the tokens at depths 1 ... D of each chain."""
-    merits: Tensor
+    scores: Tensor
     """fp32 [B, K, D]: estimated log-probability of the path to each node, not increasing with depth; -inf from the
     first node on that does not exist."""
 
@@ -74,8 +74,8 @@ class LookupState(NamedTuple):
     """fp32 [M]: the share of hits that is expected before any trial."""
     tokens: Tensor
     """LongTensor [B, K, D]: the newest branches."""
-    merits: Tensor
-    """fp32 [B, K, D]: their merits, as in `Branches`."""
+    scores: Tensor
+    """fp32 [B, K, D]: their scores, as in `Branches`."""
     match_lengths: Tensor
     """LongTensor [B, K]: the length of the match that each of them follows; 0 for no branch."""
     roots: Tensor

@@ -52,8 +52,8 @@ class SdpaAttention:
     ) -> Tensor:
         # Rows need no grouping by length here: all W + M slots are finite.
         window = k.shape[2] - tree_mask.shape[2]
-        ring = ring_visible(lengths, level, window, q.shape[2])
-        return masked_sdpa(q, k, v, torch.cat([ring, tree_mask], 2), scale)
+        visible = buffer_visible(lengths, level, window, q.shape[2])
+        return masked_sdpa(q, k, v, torch.cat([visible, tree_mask], 2), scale)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_sdpa(q, k, v, mask, scale)
@@ -87,10 +87,10 @@ def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> 
     return _sdpa(q, k, v, _new_mask(mask, q, k), scale)
 
 
-def ring_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
-    """bool [B, nodes, window]: the slots of the ring that queries at position lengths[b] + level see.
+def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
+    """bool [B, nodes, window]: the slots of the ring buffer that queries at position lengths[b] + level see.
 
-    Slot s of the ring holds the newest position p < lengths[b] with p % window == s. It is visible if p >= 0 and
+    Slot s of the ring buffer holds the newest position p < lengths[b] with p % window == s. It is visible if p >= 0 and
     p >= lengths[b] + level - window.
     """
     lengths = lengths[:, None]

@@ -63,7 +63,7 @@ def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Te
     state.tokens.copy_(state.history.gather(1, following.flatten(1)).view_as(state.tokens))
     rate = (state.hits + prior_weight * state.priors) / (state.trials + prior_weight)
     bucket = (match_lengths[..., None] + steps).clamp(1, longest) - 1
-    merit = rate.log().gather(1, bucket.flatten(1)).view(bucket.shape).cumsum(2)
-    state.merits.copy_(merit.where(in_branch & (match_lengths > 0)[..., None], -torch.inf))
+    scores = rate.log().gather(1, bucket.flatten(1)).view(bucket.shape).cumsum(2)
+    state.scores.copy_(scores.where(in_branch & (match_lengths > 0)[..., None], -torch.inf))
     state.match_lengths.copy_(match_lengths)
     state.roots.copy_(newest_position[:, 0])

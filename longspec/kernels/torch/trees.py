@@ -80,18 +80,18 @@ def select_nodes(
     tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
 ) -> SelectedNodes:
     """See `Backend.select_nodes`."""
-    merit = -tree.arrivals if by_arrival else tree.scores
-    merit = merit.where(merit == merit, -torch.inf)  # NaN has no place in an order
+    priority = -tree.arrivals if by_arrival else tree.scores
+    priority = priority.where(priority == priority, -torch.inf)  # NaN has no place in an order
     # Rounding can make a child look better than its parent.
-    merit = merit[:, None, :].where(tree.visible, torch.inf).amin(2)
-    merit = merit.where(tree.parents >= 0, -torch.inf)
-    merit[:, 0] = torch.inf
+    priority = priority[:, None, :].where(tree.visible, torch.inf).amin(2)
+    priority = priority.where(tree.parents >= 0, -torch.inf)
+    priority[:, 0] = torch.inf
     wide = torch.arange(tree.tokens.shape[1], device=levels.device).expand_as(tree.tokens)
     pool = SelectedNodes(tree.tokens, tree.parents, levels.expand_as(wide), tree.visible, wide, wide, wide < 0)
     if branches is not None:
-        pool, merit = _merge_branches(pool, merit, branches, by_arrival)
+        pool, priority = _merge_branches(pool, priority, branches, by_arrival)
 
-    order = merit.argsort(dim=1, descending=True, stable=True)  # of equal merits the lower number comes first
+    order = priority.argsort(dim=1, descending=True, stable=True)  # of equal priorities the lower number comes first
     ranks = order.argsort(1)
     chosen = order[:, :nodes].sort(1).values
     size = pool.tokens.shape[1]
@@ -109,18 +109,18 @@ def select_nodes(
 
 
 def _merge_branches(
-    pool: SelectedNodes, merit: Tensor, branches: Branches, by_arrival: bool
+    pool: SelectedNodes, priority: Tensor, branches: Branches, by_arrival: bool
 ) -> tuple[SelectedNodes, Tensor]:
-    """The root, the nodes of all branches and those of the tree in one pool, and their merits [B, 1 + K * D + M - 1].
+    """The root, the nodes of all branches and those of the tree in one pool, and their priorities [B, K * D + M].
 
     Nodes of the tree with the same path as a branch's node are absorbed by it: they turn into padding, and their
     children follow that node. The pool's parents and ranks are not filled in.
     """
     batch, chains, depth = branches.tokens.shape
-    exists = (branches.merits > -torch.inf).flatten(1)
+    exists = (branches.scores > -torch.inf).flatten(1)
     branch_tokens = branches.tokens.flatten(1)
-    slot_levels = torch.arange(1, depth + 1, device=merit.device).repeat(chains)
-    slot_chains = torch.arange(chains, device=merit.device).repeat_interleave(depth)
+    slot_levels = torch.arange(1, depth + 1, device=priority.device).repeat(chains)
+    slot_chains = torch.arange(chains, device=priority.device).repeat_interleave(depth)
 
     # followed[b, i, s]: the path of node i contains the node in slot s of the branches.
     tree_exists = (pool.parents >= 0)[..., None]
@@ -133,13 +133,13 @@ def _merge_branches(
     absorbed_by = followed & equals
     is_absorbed = absorbed_by.any(2)
 
-    absorbed_merit = merit[..., None].where(absorbed_by, -torch.inf).amax(1)
-    extra_merit = torch.full_like(absorbed_merit, torch.inf)
+    absorbed_priority = priority[..., None].where(absorbed_by, -torch.inf).amax(1)
+    extra_priority = torch.full_like(absorbed_priority, torch.inf)
     if not by_arrival:
-        extra_merit = torch.maximum(branches.merits.flatten(1).to(merit.dtype), absorbed_merit)
-    extra_merit = extra_merit.where(exists, -torch.inf)
-    merit = merit.masked_fill(is_absorbed, -torch.inf)
-    merit = torch.cat([merit[:, :1], extra_merit, merit[:, 1:]], 1)
+        extra_priority = torch.maximum(branches.scores.flatten(1).to(priority.dtype), absorbed_priority)
+    extra_priority = extra_priority.where(exists, -torch.inf)
+    priority = priority.masked_fill(is_absorbed, -torch.inf)
+    priority = torch.cat([priority[:, :1], extra_priority, priority[:, 1:]], 1)
 
     def join(first: Tensor, middle: Tensor) -> Tensor:
         return torch.cat([first[:, :1], middle.expand(batch, -1).to(first.dtype), first[:, 1:]], 1)
@@ -154,7 +154,7 @@ def _merge_branches(
         ranks=pool.ranks,
         in_branch=join(pool.in_branch, exists),
     )
-    return merged, merit
+    return merged, priority
 
 
 def _merged_visible(in_tree: Tensor, keeps: Tensor, followed: Tensor, exists: Tensor, up_to: Tensor) -> Tensor:

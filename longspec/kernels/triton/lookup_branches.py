@@ -77,7 +77,7 @@ def _branches_kernel(
     trials_ptr,
     priors_ptr,
     tokens_ptr,
-    merits_ptr,
+    path_scores_ptr,
     match_lengths_ptr,
     root_positions_ptr,
     prior_weight,
@@ -137,17 +137,17 @@ def _branches_kernel(
         period = tl.maximum(newest - end, 1)
         token = _token_at(history_row, end + 1 + step % period, root, newest, step < DEPTH)
         # Summed one by one, because sums in another order could increase with depth.
-        path_merit = tl.full((), 0.0, tl.float32)
-        merit = tl.zeros([BLOCK_D], tl.float32)
+        path_score = tl.full((), 0.0, tl.float32)
+        scores = tl.zeros([BLOCK_D], tl.float32)
         for depth in range(DEPTH):
             rate_bucket = tl.minimum(tl.maximum(match_length + depth, 1), LONGEST) - 1
-            path_merit += tl.sum(tl.where(bucket == rate_bucket, log_rate, 0.0), 0)
-            merit = tl.where(step == depth, path_merit, merit)
+            path_score += tl.sum(tl.where(bucket == rate_bucket, log_rate, 0.0), 0)
+            scores = tl.where(step == depth, path_score, scores)
         size = tl.load(sizes_ptr + chain)
-        merit = tl.where(exists & (step < size), merit, float("-inf"))
+        scores = tl.where(exists & (step < size), scores, float("-inf"))
         out = (batch * CHAINS + chain) * DEPTH + step
         tl.store(tokens_ptr + out, token, mask=step < DEPTH)
-        tl.store(merits_ptr + out, merit, mask=step < DEPTH)
+        tl.store(path_scores_ptr + out, scores, mask=step < DEPTH)
         tl.store(match_lengths_ptr + batch * CHAINS + chain, match_length)
         best_following = tl.max(tl.where(score == best, following, -1), 0)
         score = tl.where(following != best_following, score, NO_MATCH)
@@ -173,7 +173,7 @@ def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Te
         state.trials,
         state.priors,
         state.tokens,
-        state.merits,
+        state.scores,
         state.match_lengths,
         state.roots,
         prior_weight,

@@ -1,12 +1,12 @@
 """Selection of the best nodes of a tree and of branches next to it, in one launch.
 
-Merits, higher is better:
+Priorities, higher is better:
   node of the tree     its path's log-probability, or minus its arrival time in a sampled tree; at most its parent's
-  node of a branch     its path's estimated log-probability, or the merit of the tree's node with the same path if that
-                       is larger; +inf next to a sampled tree, where the draws must not decide about it
-Of equal merits the lower number is better. So the best nodes contain all their ancestors.
+  node of a branch     its path's estimated log-probability, or the priority of the tree's node with the same path if
+                       that is larger; +inf next to a sampled tree, where the draws must not decide about it
+Of equal priorities the lower number is better. So the best nodes contain all their ancestors.
 
-In a sampled tree a node's merit must not depend on its token, given the draws before it. This holds for the arrival
+In a sampled tree a node's priority must not depend on its token, given the draws before it. This holds for the arrival
 time, and does not for the probability of the token (see `acceptance.reject`).
 """
 
@@ -29,10 +29,10 @@ def _select_nodes_kernel(
     tokens_ptr,
     parents_ptr,
     visible_ptr,
-    merits_ptr,
+    priorities_ptr,
     levels_ptr,
     branch_tokens_ptr,
-    branch_merits_ptr,
+    branch_scores_ptr,
     out_tokens_ptr,
     out_parents_ptr,
     out_levels_ptr,
@@ -60,17 +60,17 @@ def _select_nodes_kernel(
     token = tl.load(tokens_ptr + entry, mask=in_tree, other=0)
     linked = tl.load(parents_ptr + entry, mask=in_tree, other=-1) >= 0
     level = tl.load(levels_ptr + wide, mask=in_tree, other=0).to(tl.int32)
-    own_merit = tl.load(merits_ptr + entry, mask=in_tree, other=-infinity)
+    own_priority = tl.load(priorities_ptr + entry, mask=in_tree, other=-infinity)
     if BY_ARRIVAL:
-        own_merit = -own_merit
-    own_merit = tl.where(own_merit == own_merit, own_merit, -infinity)
+        own_priority = -own_priority
+    own_priority = tl.where(own_priority == own_priority, own_priority, -infinity)
     sees = tl.load(
         visible_ptr + entry[:, None] * size + wide[None, :], mask=in_tree[:, None] & in_tree[None, :], other=0
     )
     sees = sees != 0
-    merit = tl.min(tl.where(sees, own_merit[None, :], infinity), 1)
-    merit = tl.where(linked, merit, -infinity)
-    merit = tl.where(pool == 0, infinity, merit)
+    priority = tl.min(tl.where(sees, own_priority[None, :], infinity), 1)
+    priority = tl.where(linked, priority, -infinity)
+    priority = tl.where(pool == 0, infinity, priority)
 
     exists = linked | (pool == 0)
     is_absorbed = pool < 0
@@ -83,8 +83,8 @@ def _select_nodes_kernel(
         slot_level = slot % DEPTH + 1
         slot_entry = batch * slots + slot
         slot_token = tl.load(branch_tokens_ptr + slot_entry, mask=is_slot, other=0)
-        slot_merit = tl.load(branch_merits_ptr + slot_entry, mask=is_slot, other=-infinity).to(merit.dtype)
-        slot_exists = is_slot & (slot_merit > -infinity)
+        slot_priority = tl.load(branch_scores_ptr + slot_entry, mask=is_slot, other=-infinity).to(priority.dtype)
+        slot_exists = is_slot & (slot_priority > -infinity)
 
         # into: the slot that absorbs a node of the tree; follows[i, s]: slot s is on the path of node i.
         into = pool * 0
@@ -92,9 +92,9 @@ def _select_nodes_kernel(
         for chain in tl.static_range(CHAINS):
             at = batch * slots + chain * DEPTH + level - 1
             reached = linked & (level <= DEPTH)
-            chain_merit = tl.load(branch_merits_ptr + at, mask=reached, other=-infinity)
+            chain_priority = tl.load(branch_scores_ptr + at, mask=reached, other=-infinity)
             chain_token = tl.load(branch_tokens_ptr + at, mask=reached, other=-1)
-            equal = reached & (chain_merit > -infinity) & (chain_token == token)
+            equal = reached & (chain_priority > -infinity) & (chain_token == token)
             leaves = in_tree & (equal == 0) & (pool > 0)
             absorbed = equal & (tl.max((sees & leaves[None, :]).to(tl.int32), 1) == 0)
             is_absorbed |= absorbed
@@ -106,11 +106,11 @@ def _select_nodes_kernel(
         above = same_chain & (slot_level[None, :] <= slot_level[:, None])
         absorbs = is_absorbed[None, :] & (into[None, :] == pool[:, None])
         if BY_ARRIVAL:
-            slot_merit = tl.where(slot_exists, infinity, slot_merit)
+            slot_priority = tl.where(slot_exists, infinity, slot_priority)
         else:
-            slot_merit = tl.maximum(slot_merit, tl.max(tl.where(absorbs, merit[None, :], -infinity), 1))
-        merit = tl.where(is_absorbed, -infinity, merit)
-        merit = tl.where(is_slot, tl.where(slot_exists, slot_merit, -infinity), merit)
+            slot_priority = tl.maximum(slot_priority, tl.max(tl.where(absorbs, priority[None, :], -infinity), 1))
+        priority = tl.where(is_absorbed, -infinity, priority)
+        priority = tl.where(is_slot, tl.where(slot_exists, slot_priority, -infinity), priority)
         wide = tl.where(is_slot, tl.max(tl.where(absorbs, wide[None, :], 0), 1), wide)
         token = tl.where(slot_exists, slot_token, token)
         level = tl.where(is_slot, slot_level, level)
@@ -124,7 +124,9 @@ def _select_nodes_kernel(
     linked_visible = (linked_visible & exists[:, None] & exists[None, :]) | itself
 
     in_pool = pool < size + slots
-    better = (merit[None, :] > merit[:, None]) | ((merit[None, :] == merit[:, None]) & (pool[None, :] < pool[:, None]))
+    better = (priority[None, :] > priority[:, None]) | (
+        (priority[None, :] == priority[:, None]) & (pool[None, :] < pool[:, None])
+    )
     rank = tl.sum((better & in_pool[None, :]).to(tl.int32), 1)
     selected = in_pool & (rank < nodes)
     number = tl.sum((selected[None, :] & (pool[None, :] < pool[:, None])).to(tl.int32), 1)
@@ -169,7 +171,7 @@ def select_nodes(
         tree.arrivals if by_arrival else tree.scores,
         levels,
         None if branches is None else branches.tokens,
-        None if branches is None else branches.merits,
+        None if branches is None else branches.scores,
         tokens,
         parents,
         new_levels,

@@ -8,7 +8,7 @@ from longspec.kernels.triton.attention_tiles import load_key_tile
 
 @triton.jit
 def _in_window(slot, length, level, WINDOW: tl.constexpr):
-    """Whether a slot of the ring holds a position p >= 0 with p >= length + level - WINDOW."""
+    """Whether a slot of the ring buffer holds a position p >= 0 with p >= length + level - WINDOW."""
     # The newest position p < length with p % WINDOW == slot. The remainder is that of C and needs a dividend >= 0.
     position = length - 1 - (length - 1 - slot + WINDOW) % WINDOW
     return (position >= 0) & (position >= length + level - WINDOW)
@@ -24,8 +24,8 @@ def finite(row_max):
 #   row_max = max_j scale * q . k_j
 #   row_sum = sum_j exp(scale * q . k_j - row_max)
 #   out = sum_j exp(scale * q . k_j - row_max) * v_j
-# Slots before `tree_start` are visible to all queries (in a ring, WINDOW > 0, if they are in the window). Slots from
-# there on are the TREE_NODES nodes, visible under the mask.
+# Slots before `tree_start` are visible to all queries (in a ring buffer, WINDOW > 0, if they are in the window). Slots
+# from there on are the TREE_NODES nodes, visible under the mask.
 @triton.jit
 def attend_to_slots(
     q,
@@ -61,7 +61,7 @@ def attend_to_slots(
         k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
         v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
 
-        # Slots of the prefix or ring, then nodes of the tree. Blocks without nodes skip the load of the mask.
+        # Slots of the prefix or ring buffer, then nodes of the tree. Blocks without nodes skip the load of the mask.
         visible = slot < tree_start
         if WINDOW:
             visible = visible & _in_window(slot, length, level, WINDOW)

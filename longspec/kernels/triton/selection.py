@@ -63,21 +63,21 @@ def pick(values, index):
 
 
 @triton.jit
-def _merit(key, lse, score, arrival, first, HAS_NOISE: tl.constexpr):
+def _priority(key, lse, score, arrival, first, HAS_NOISE: tl.constexpr):
     """The order of continuations: the log-probability of the path, or with noise minus its arrival time.
 
     score and arrival are the parent's, key is the logit, with noise logit - log(noise). Without noise:
-      merit = score + log p, with log p = key - lse
+      priority = score + log p, with log p = key - lse
     With noise the time of a path is exponential with rate exp(score + log p), so time = noise / exp(score + log p). The
     first child, at time `first`, arrives with the parent:
-      merit = -(arrival + time - first)
+      priority = -(arrival + time - first)
     """
     if HAS_NOISE:
         time = tl.exp(lse - score - key)
-        merit = tl.where(time == float("inf"), float("-inf"), -(arrival + tl.maximum(time - first, 0.0)))
+        priority = tl.where(time == float("inf"), float("-inf"), -(arrival + tl.maximum(time - first, 0.0)))
     else:
-        merit = score + key - lse
-    return merit
+        priority = score + key - lse
+    return priority
 
 
 @triton.jit
@@ -104,10 +104,10 @@ def select_sub_chunks(
     in_subs = is_parent[:, None] & (sub < subs)[None, :]
     best = tl.load(best_ptr + row[:, None] * subs + sub[None, :], mask=in_subs, other=float("-inf"))
     first = tl.exp(lse - score - tl.max(best, 1))
-    merit = _merit(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], HAS_NOISE)
-    merit = tl.where(in_subs, merit, float("-inf"))
-    sub_merit, index = largest(tl.reshape(merit, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
-    return index // BLOCK_S, index % BLOCK_S, sub_merit > float("-inf"), first
+    priority = _priority(best, lse[:, None], score[:, None], arrival[:, None], first[:, None], HAS_NOISE)
+    priority = tl.where(in_subs, priority, float("-inf"))
+    sub_priority, index = largest(tl.reshape(priority, [BLOCK_P * BLOCK_S]), WIDTH, BLOCK_W)
+    return index // BLOCK_S, index % BLOCK_S, sub_priority > float("-inf"), first
 
 
 @triton.jit
@@ -129,15 +129,15 @@ def select_children(
     HAS_NOISE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """The WIDTH best continuations in the selected sub-chunks: parent, token and merit, [BLOCK_W] each, best first.
+    """The WIDTH best continuations in the selected sub-chunks: parent, token and priority, [BLOCK_W] each, best first.
 
-    inverse: 1 / temperature. Entries without a continuation have the merit -inf.
+    inverse: 1 / temperature. Entries without a continuation have the priority -inf.
     """
     column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
     possible = sub_exists[:, None] & (column < vocab)
     offsets = (first_row + sub_parent)[:, None] * vocab + column
     _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse, HAS_NOISE)
-    merit = _merit(
+    priority = _priority(
         keys,
         pick(lse, sub_parent)[:, None],
         pick(score, sub_parent)[:, None],
@@ -145,7 +145,7 @@ def select_children(
         pick(first, sub_parent)[:, None],
         HAS_NOISE,
     )
-    merit = tl.where(possible, merit, float("-inf"))
-    child_merit, index = largest(tl.reshape(merit, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
+    priority = tl.where(possible, priority, float("-inf"))
+    child_priority, index = largest(tl.reshape(priority, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
     token = pick(sub_number, index // SUB) * SUB + index % SUB
-    return pick(sub_parent, index // SUB), token, child_merit
+    return pick(sub_parent, index // SUB), token, child_priority

@@ -44,7 +44,7 @@ def _write_links(visible_ptr, parents_ptr, tree, parent, child, exists, in_level
     tl.store(visible_ptr + (tree * nodes + child)[:, None] * nodes + node, visible, mask=mask)
 
 
-# children = top-WIDTH over (parent, token) of _merit(...), written to the tree of one sequence by program (b, 0).
+# children = top-WIDTH over (parent, token) of _priority(...), written to the tree of one sequence by program (b, 0).
 # With noise, programs (b, 1 + parent * chunks + c) write q[parent] = softmax(logits[parent] / T), a chunk each. They
 # are part of this launch because a launch of their own would cost more than they do.
 # With IDS, column c of the logits belongs to the token ids[b, c], and a q of 0 is not written.
@@ -130,7 +130,7 @@ def _grow_level_kernel(
     sub_parent, sub_number, sub_exists, first = select_sub_chunks(
         best_ptr, row, is_parent, lse, score, arrival, subs, WIDTH, HAS_NOISE, BLOCK_W, BLOCK_P, BLOCK_S
     )
-    child_parent, token, merit = select_children(
+    child_parent, token, priority = select_children(
         logits_ptr,
         noise_ptr,
         batch * num_parents,
@@ -152,7 +152,7 @@ def _grow_level_kernel(
     # BLOCK_W is a power of two; lanes from WIDTH on hold nothing. Lanes without a continuation become padding.
     lane = tl.arange(0, BLOCK_W)
     in_level = lane < WIDTH
-    exists = merit > float("-inf")
+    exists = priority > float("-inf")
     token = tl.where(exists, token, 0)
     child = first_child + lane
     node = first_parent + child_parent
@@ -164,13 +164,13 @@ def _grow_level_kernel(
     else:
         tl.store(tokens_ptr + entry, token.to(tl.int64), mask=in_level)
     if HAS_NOISE:
-        # The merit is minus the arrival; the score, the log-probability of the path, follows from the logit.
+        # The priority is minus the arrival; the score, the log-probability of the path, follows from the logit.
         offsets = (batch * num_parents + child_parent) * vocab + token
         logit = tl.load(logits_ptr + offsets, mask=exists, other=float("-inf")).to(tl.float32) * inverse
         tl.store(scores_ptr + entry, pick(score, child_parent) + logit - pick(lse, child_parent), mask=in_level)
-        tl.store(arrivals_ptr + entry, -merit, mask=in_level)
+        tl.store(arrivals_ptr + entry, -priority, mask=in_level)
     else:
-        tl.store(scores_ptr + entry, merit, mask=in_level)
+        tl.store(scores_ptr + entry, priority, mask=in_level)
 
 
 def fits(logits: Tensor, width: int) -> bool:

@@ -1,4 +1,4 @@
-"""The draft's self-attention: to a ring of accepted tokens under the window, and to tree nodes under their mask."""
+"""The draft's self-attention: to a ring buffer of accepted tokens in the window, and to tree nodes under a mask."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from longspec.kernels.triton.attention_tiles import (
 from longspec.kernels.triton.online_softmax import attend_to_slots
 
 
-# out = attention to a ring of slots under the draft's window and to the TREE_NODES slots after it under the mask.
+# out = attention to a ring buffer of slots in the draft's window and to the TREE_NODES slots after it under the mask.
 # One program takes BLOCK_M query rows of one KV head.
 @triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
 def _window_attention_kernel(
@@ -97,7 +97,7 @@ def _window_attention_kernel(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
-    """Attention to a ring of W accepted tokens and to the M tree nodes after it.
+    """Attention to a ring buffer of W accepted tokens and to the M tree nodes after it.
 
     q [B, H, N, D]: nodes at position lengths[b] + level. k, v [B, K, W + M, D], finite: slot s < W holds the newest
     position p < lengths[b] with p % W == s, visible if p >= 0 and p >= lengths[b] + level - W; slot W + j holds node j,
