@@ -188,13 +188,13 @@ def prefix_and_tree_attention(
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     # A pointer argument that the kernel does not read is q.
-    outs, lses, block, overlap = (q[None], q[None, ..., 0], 1, False) if parts is None else parts
+    outs, lses, block, overlap = (q, q, 1, False) if parts is None else parts
+    part_strides = (0,) * 8 if parts is None else (*outs.stride()[:4], *lses.stride())
     num_parts = 0 if parts is None else len(outs)
-    mask = q[..., 0] if tree_mask is None else tree_mask.view(torch.uint8)
+    mask, mask_strides = (q, (0, 0, 0)) if tree_mask is None else (tree_mask.view(torch.uint8), tree_mask.stride())
     _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         *(q, k, v, lengths, mask, outs, lses, out),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask.stride()),
-        *(*outs.stride()[:4], *lses.stride(), *out.stride()[:3]),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *part_strides, *out.stride()[:3]),
         *(scale * LOG2_E, kv_heads, group, group * nodes),
         HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m,
