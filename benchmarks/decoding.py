@@ -280,7 +280,7 @@ def busy_worker(batch: Batch, lengths: list[int]) -> Worker:
     for length in lengths:
         prompt = np.zeros(length, dtype=np.int64)
         row, *_ = worker.rows.take(prompt)
-        row.job = Running(Ticket(Request([0], 1 << 30), print, 0.0), prompt, b"", root=0)
+        row.job = Running(Ticket(Request([0], 1 << 30), print, 0.0), prompt, root=0)
     return worker
 
 

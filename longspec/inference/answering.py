@@ -13,7 +13,7 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import Event, Finished, Request, Ticket, Tokens
+from longspec.inference.engine.requests import Event, Finished, Request, RequestTooLarge, Ticket, Tokens
 from longspec.inference.methods import Drafting
 from longspec.inference.sampling import sampling_kind
 from longspec.inference.stats import GenerationStats, pool
@@ -137,12 +137,12 @@ class _Run:
         self.build_s = time.perf_counter() - start
         try:
             for number in self.own:
-                self.tickets[number] = engine.add(self.requests[number], partial(self._take, number))
+                self.tickets[number] = self._add(number)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
             # Each kind of round is captured when it is first played, unless all rounds are of one kind.
             if any(self.requests[number].max_new_tokens > 1 for number in self.own):
                 engine.prepare(captures=engine.settings.together)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
             before, prepared = time.perf_counter(), engine.batch.seconds_of_setup
             while engine.step() and self.failure is None:
                 if engine.waiting and self.listener.is_stopped():
@@ -159,6 +159,12 @@ class _Run:
         stats = self._stats(seconds)
         del self.engine  # the tickets know this object, and the engine its tickets
         return stats
+
+    def _add(self, number: int) -> Ticket:
+        try:
+            return self.engine.add(self.requests[number], partial(self._take, number))
+        except RequestTooLarge as error:
+            raise UserError(f"{self.word} {number}: {error}") from error
 
     def _take(self, number: int, event: Event) -> None:
         if number not in self.tickets or self.failure is not None:

@@ -61,10 +61,11 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
     tickets = [engine.add(Request(prompt, 5), take.append) for prompt, take in zip(prompts, answers, strict=True)]
     while engine.step():
         pass
-    assert passes == [[2, 9, 3, 64], [36], [1], [1]]  # 256 tokens at most, with padding
+    # 256 tokens at most, with padding. Fewer than 64 tokens of the prefix are not waited for.
+    assert passes == [[2, 9, 3, 64], [36, 37, 37]]
     for prompt, events in zip(prompts, answers, strict=True):
         assert ids(events) == target_greedy(model, torch.tensor(prompt), 5)
-    assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 100, 100]
+    assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 64, 64]
 
 
 def test_a_request_can_be_cancelled_and_a_large_one_is_refused(model: GlideMixin) -> None:
@@ -99,12 +100,20 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
     stats = answer_all(model, VANILLA, requests, 8, Listener(lambda number, event: found[number].extend(event.ids)))
     assert found == [target_greedy(model, torch.tensor(request.prompt), 6) for request in requests]
     assert len(rows) == 2 and rows[0] < rows[1]
+    with pytest.raises(UserError, match=r"^prompt 1: "):  # it fits into no row
+        answer_all(model, VANILLA, [requests[4], Request([1] * 4000, 6)], 8, Listener(print))
     assert stats.decoded_tokens == stats.rounds == 12 * 5
 
 
-def test_rows_are_refilled_together(model: GlideMixin) -> None:
-    """Several idle rows are waited for, so that fewer passes read the same prompts; the answers stay the same."""
-    requests = [Request([1 + number % 5, number % VOCAB], 4 + 3 * (number % 8)) for number in range(24)]
+@pytest.mark.parametrize("head", [0, 20, 70])
+def test_rows_are_refilled_together(model: GlideMixin, head: int) -> None:
+    """Several idle rows are waited for, so that fewer passes read the same prompts; the answers stay the same.
+
+    head: tokens that all prompts share.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tails = torch.randint(VOCAB, (24, 9), generator=generator).tolist()
+    requests = [Request([1] * head + tail, 4 + 3 * (number % 8)) for number, tail in enumerate(tails)]
     counts = []
     for refill in (1, 4):
         engine, passes = engine_with_log(model, 8, refill)

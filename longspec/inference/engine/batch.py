@@ -70,7 +70,7 @@ class Batch(BatchRows):
         runner.prepare(capacity)
         all_rows = slice(0, max_rows)
         sampler = self._sampler(kinds[0], all_rows).drafting()
-        self.drafter = new_drafter(runner, drafting, max_rows, sampler, is_served=pooled is None)
+        self.drafter = new_drafter(runner, drafting, max_rows, sampler, is_served=len(kinds) > 1)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         self.plans = self.drafter.plans
@@ -259,7 +259,7 @@ class Batch(BatchRows):
 
     def refill_draft(self, rows: Sequence[int]) -> None:
         """Fill the draft's ring in rows that played plans without the draft."""
-        if 2 * len(rows) > self.max_rows:
+        if len(rows) > 1:
             self.drafter.refill(self.cache.lengths)  # which changes nothing in the others
             return
         for row in rows:

@@ -18,7 +18,7 @@ from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.logprobs import TokenScore
 from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
 from longspec.inference.engine.requests import Event, PromptScores, Ticket
-from longspec.inference.engine.rows import Counts, Row, Rows, Running
+from longspec.inference.engine.rows import Counts, Row, Rows, Running, common_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +129,7 @@ class Intake:
             if ticket is None:
                 break
             prompt = np.array(ticket.request.prompt, dtype=np.int64)
-            # Once the row that reads the same prefix has read it, it is copied.
-            head = prompt[:LEAST_SHARED].tobytes()
-            is_read = not self.reads_all and len(prompt) > LEAST_SHARED
-            if is_read and any(row.job is not None and row.job.head == head for row in self.reading):
+            if not self.reads_all and self._is_read(prompt):
                 self.held = ticket
                 break
             row = self._give_row(ticket, prompt)
@@ -142,17 +139,24 @@ class Intake:
         if admitted:
             self._assign(admitted)
 
+    def _is_read(self, prompt: np.ndarray) -> bool:
+        """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
+        unread = [(row.job.prompt, len(row.tokens)) for row in self.reading if row.job is not None]
+        return any(common_prefix(prompt, other) - start >= LEAST_SHARED for other, start in unread)
+
     def _give_row(self, ticket: Ticket, prompt: np.ndarray) -> Row:
         """Give a row to a request, and the prefix that some row shares with it."""
         request = ticket.request
         row, source, cached = self.rows.take(prompt)
+        if self.refill > 1:
+            cached -= cached % LEAST_SHARED  # rows that have read equally many tokens are read together
         if request.scores_prompt:  # each of its tokens has to be read
             source, cached = row, 0
         # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:
             self.batch.copy_prefix(source.number, row.number, cached)
         row.tokens = array("q", prompt[:cached].tobytes())
-        row.job = Running(ticket, prompt, prompt[:LEAST_SHARED].tobytes(), reads_alone=request.scores_prompt)
+        row.job = Running(ticket, prompt, reads_alone=request.scores_prompt)
         ticket.started, ticket.cached_prompt_tokens = time.perf_counter(), cached
         if self.controller is not None and request.speculate:
             row.job.trace = self.controller.new_trace()

@@ -137,8 +137,10 @@ class RequestEngine:
         """
         if not self._is_closed:
             self._is_closed = True
-            if keeps and self.settings.together:
-                self.batch.retire()
+            if keeps:
+                self.worker.wait()
+                if self.settings.together:
+                    self.batch.retire()
             end_calls()
 
     def end_all(self, reason: FinishReason, message: str) -> None:
@@ -203,7 +205,7 @@ def _fit(runner: Runner, settings: EngineSettings) -> Batch:
     engine_pool.release(model)  # the budget follows from the free memory
     if runner.device.type == "cuda":
         torch.cuda.empty_cache()
-    nodes = new_drafter(runner, drafting, 1, GREEDY, is_served=True).nodes
+    nodes = new_drafter(runner, drafting, 1, GREEDY, is_served=len(settings.kinds) > 1).nodes
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
     memory, rows = settings.memory, settings.max_rows

@@ -19,8 +19,6 @@ class Running:
     ticket: Ticket
     prompt: np.ndarray
     """int64 [P]."""
-    head: bytes
-    """Its first tokens, by which equal prefixes are recognized."""
     first_token: float = 0.0
     """time.perf_counter(), as the other times."""
     last_token: float = 0.0

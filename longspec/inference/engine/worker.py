@@ -101,8 +101,13 @@ class Worker:
         while len(self._launches) > (self.ahead if is_needed else 0):
             self._note(self._launches.popleft())
         self._take_out()
-        if not self.ahead or not self.rows.busy():
+        if not self.ahead or self.intake.reads_all or not self.rows.busy():
             deliver()
+
+    def wait(self) -> None:
+        """Wait for the rounds in flight, whose rows have all ended."""
+        while self._launches:
+            self._launches.popleft().flight.rows()
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every request that has a row, without touching the device."""
