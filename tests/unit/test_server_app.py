@@ -82,7 +82,7 @@ class Script:
         self.submitted.append(request)
         self.thread.submit(lambda: [on_event(event) for event in self.events])
         cached = self.cached[(len(self.submitted) - 1) % len(self.cached)]
-        return Ticket(request, on_event, perf_counter(), cached)
+        return Ticket(request, on_event, perf_counter(), cached_prompt_tokens=cached)
 
     def cancel(self, ticket: Ticket) -> None:
         self.cancelled.append(ticket.request)
