@@ -159,12 +159,6 @@ class Sampler:
     def _texts(self) -> PenaltyRows | None:
         return None if self.kind.penalties is None else self.settings.penalties
 
-    def temperature_of(self, row: int) -> float:
-        """The temperature of a row. Waits for the device."""
-        if self.greedy or self.settings.greedy[row]:
-            return 0.0
-        return float(self.settings["temperature"][row])
-
     @property
     def temperature(self) -> Tensor | None:
         """The temperature of each row, fp64 [B]; None is 1."""

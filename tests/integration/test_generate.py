@@ -14,9 +14,13 @@ from transformers import GenerationMixin, LlamaForCausalLM, TextStreamer
 
 from longspec import generate
 from longspec.errors import UserError
+from longspec.inference import methods
+from longspec.inference.cache import TargetCache
 from longspec.inference.drafting import magicdec
+from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.engine import intake
 from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.engine.worker import Worker
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
@@ -65,6 +69,30 @@ def test_max_new_tokens_is_exact(tmp_path: Path, method: str, count: int) -> Non
     (row,) = prompts(9)
     out = generate(model, row[None], method=method, max_new_tokens=count, **SETTINGS)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, count)
+
+
+class Repeats(Drafter):
+    """Proposes the newest token again. It has no state, and no part for some rows."""
+
+    def __init__(self, runner: Runner, batch: int, gamma: int) -> None:
+        self.depth, self.nodes, self.kind = gamma, gamma + 1, ("repeats", batch, gamma)
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        return chain(root[:, None].repeat(1, self.nodes))
+
+
+def test_a_method_that_cannot_start_rows_one_after_another_decodes_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(methods._own, "repeats", Repeats)
+    model, rows = make_pair(tmp_path), prompts(4, 11, 7)
+    out = generate(model, [row.tolist() for row in rows], method="repeats", gamma=2, max_new_tokens=9)
+    assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 9) for row in rows]
+    assert len(out.stats.accepted_by_depth) == 2
+    few = generate(model, [row.tolist() for row in rows], method="repeats", gamma=2, max_new_tokens=9, batch_size=2)
+    assert torch.equal(few.sequences, out.sequences)
+    with pytest.raises(UserError, match="method: the drafter of 'repeats' has no share"):
+        Scheduler(model, "repeats", memory=2**27)
 
 
 @pytest.mark.parametrize("settings", [{}, {"method": "vanilla"}, {"temperature": 1.0, "seed": 3, "min_p": 0.02}])

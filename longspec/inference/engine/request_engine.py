@@ -192,8 +192,7 @@ def _borrow(runner: Runner, settings: EngineSettings) -> Batch:
         size = rows * row_bytes(runner.config, dtype, room + depth, nodes)
         size += head_bytes(runner.config, dtype, list_length(runner.model, drafting), rows)
         pooled = engine_pool.Pooled(pool_kind, room, size)
-        # A drafting method of the user's own may be unable to start one row after another.
-        own_rows = 1 if type(drafter).share is DraftState.share else rows
+        own_rows = rows if _shares(drafter) else 1
         return Batch(runner, drafting, own_rows, slots_for(room, depth, nodes), 1, (kind,), False, pooled)
 
     return engine_pool.with_released_memory(runner.model, build)
@@ -205,10 +204,13 @@ def _fit(runner: Runner, settings: EngineSettings) -> Batch:
     engine_pool.release(model)  # the budget follows from the free memory
     if runner.device.type == "cuda":
         torch.cuda.empty_cache()
-    nodes = new_drafter(runner, drafting, 1, GREEDY, is_served=len(settings.kinds) > 1).nodes
+    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served=len(settings.kinds) > 1)
+    if not _shares(drafter) and len(settings.kinds) > 1:
+        raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
+    nodes = drafter.nodes
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
-    memory, rows = settings.memory, settings.max_rows
+    memory, rows = settings.memory, settings.max_rows if _shares(drafter) else 1
     if memory is None:
         memory = least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
     listed = list_length(model, drafting)
@@ -217,6 +219,11 @@ def _fit(runner: Runner, settings: EngineSettings) -> Batch:
         rows = min(rows, fitting_rows(config, dtype, longest, nodes, memory - fixed))
     capacity = row_capacity(config, dtype, rows, nodes, memory, fixed, longest)
     return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details)
+
+
+def _shares(drafter: DraftState) -> bool:
+    """Whether one row can start after another. A drafting method of the user's own need not support it."""
+    return type(drafter).share is not DraftState.share
 
 
 def check_positive(**values: int) -> None:
