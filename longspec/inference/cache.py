@@ -1,4 +1,4 @@
-"""The two caches of decoding: the target's keys and values for all layers, and the draft's ring of constant size."""
+"""The two caches of decoding: the target's keys and values for all layers, and the draft's window of constant size."""
 
 from __future__ import annotations
 
@@ -182,10 +182,10 @@ class SlotWriter(Cache):
 
 
 class DraftCache:
-    """The draft's own keys and values [B, K, W + N, D]: a ring of W accepted tokens, then the N nodes of a tree.
+    """The draft's own keys and values [B, K, W + N, D]: a ring buffer of W accepted tokens, then the N nodes of a tree.
 
-    Its size does not depend on the context. The token at position p is in slot p % W of the ring, for the W positions
-    before the root.
+    Its size does not depend on the context. The token at position p is in slot p % W, for the W positions before the
+    root.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class DraftCache:
         return part
 
     def with_nodes(self, nodes: int) -> DraftCache:
-        """The ring and the first `nodes` nodes as a cache that shares the tensors of this one."""
+        """The window and the first `nodes` nodes as a cache that shares the tensors of this one."""
         part = copy(self)
         part.keys = self.keys[:, :, : self.window + nodes]
         part.values = self.values[:, :, : self.window + nodes]
@@ -229,7 +229,7 @@ class DraftCache:
         self.values.zero_()
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Store accepted tokens in the ring, where `valid`.
+        """Store accepted tokens in the window, where `valid`.
 
         keys, values: [B, K, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
         """

@@ -75,7 +75,7 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
 
     gamma, sampler = drafting.gamma, sampler.on(runner.backend)
     if drafting.method == "tree":
-        # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
+        # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
         depth = runner.model.draft_model.window - 1
         lookup = LookupBranches(runner, batch, depth) if drafting.lookup_branches else None
         shape, nodes = drafting.tree_shape, drafting.tree_nodes

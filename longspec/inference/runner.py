@@ -111,7 +111,7 @@ class Runner:
         return self.model.draft_model.feature(target_hidden)
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
-        """Store accepted tokens [B, T] at consecutive positions [B, T] in the draft's ring, where `valid`."""
+        """Store accepted tokens [B, T] at consecutive positions [B, T] in the draft's window, where `valid`."""
         embeddings, rope = self.model.embed(tokens, positions.clamp(min=0))
         keys, values = self.model.draft_model.keys_values(embeddings, rope)
         cache.append(keys, values, positions, valid)

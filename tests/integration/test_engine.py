@@ -36,10 +36,10 @@ def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: str) -> None:
-    """After each round: compacted target cache, newest hidden state, draft ring, length and root equal those of a fresh
-    start there."""
+    """After each round: compacted target cache, newest hidden state, draft window, length and root equal those of a
+    fresh start there."""
     model = make_pair(tmp_path, family, options=OPTIONS["both"]).to(device)
-    lengths = [1, 40, WINDOW - 6]  # the last row's ring wraps around on the way
+    lengths = [1, 40, WINDOW - 6]  # the last row's window wraps around on the way
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, VOCAB, (n,), generator=generator).to(device) for n in lengths]
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
@@ -60,7 +60,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
 
 
 def check_row(model: GlideMixin, engine: StaticBatch, oracle: Oracle, b: int, read: Tensor) -> None:
-    """`read`: the tokens before the root. Target cache against a full forward, ring against fresh projections."""
+    """`read`: the tokens before the root. Target cache against a full forward, window against fresh projections."""
     length = len(read)
     newest = model.model(read[None]).last_hidden_state[0, -1]
     torch.testing.assert_close(engine.cache.newest_hidden[b, 0], newest, rtol=1e-4, atol=1e-4)

@@ -65,7 +65,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
 def test_a_second_call_builds_nothing_and_emits_the_same_tokens(
     tmp_path: Path, method: str, built: list[Batch]
 ) -> None:
-    """Other prompts, seeds and limits; a stale prefix, ring or history would show."""
+    """Other prompts, seeds and limits; a stale prefix, window or history would show."""
     model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1)
     for temperature in (0.0, 1.0):
         calls: list[tuple[Tensor, dict[str, Any]]] = [

@@ -94,7 +94,7 @@ def test_fused_passes_equal_transformers_modules(
     if backend == "native" and device != "cpu":
         pytest.skip("for a CPU")
     model = random_pair(tmp_path, family, **LAYOUTS[layout]).to(device)
-    model.draft_model.window = 8  # the ring wraps around, and the interpreter is slow
+    model.draft_model.window = 8  # the window wraps around, and the interpreter is slow
     lengths = [9, 4]
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
     if layout == "listed":

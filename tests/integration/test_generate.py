@@ -522,7 +522,7 @@ def test_eos_may_be_an_id_a_list_or_a_tensor(tmp_path: Path, form: Callable[[int
 
 
 def test_a_window_smaller_than_the_depth_is_refused(tmp_path: Path) -> None:
-    """A round's tokens would overwrite each other in the draft's ring."""
+    """A round's tokens would overwrite each other in the draft's window."""
     model = make_pair(tmp_path)
     model.draft_model.window = 3
     (row,) = prompts(8)

@@ -84,7 +84,7 @@ MASK = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1]])
 
 @pytest.fixture(params=["llama"])
 def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
-    """Drafts are often wrong; windows are short, so that the draft's ring turns and magicdec leaves keys out."""
+    """Drafts are often wrong; windows are short, so that the draft's window turns and magicdec leaves keys out."""
     monkeypatch.setattr(magicdec, "SINK", 1)
     monkeypatch.setattr(magicdec, "RECENT", 2)
     monkeypatch.setattr(lookup, "BRANCH_SIZES", (3, 1))  # of which three tokens use all

@@ -159,8 +159,8 @@ def test_rows_that_are_exchanged_go_on_as_alone(
 @torch.no_grad()
 @pytest.mark.parametrize("options", ["both", "listed"])
 def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path, options: str) -> None:
-    """With "auto", the ring of a row that played lookup lacks its newest tokens. If the row moves before the next tree,
-    the trees are still those of a row that never moved. The head's tokens of the prompt move with the row."""
+    """With "auto", the window of a row that played lookup lacks its newest tokens. If the row moves before the next
+    tree, the trees are still those of a row that never moved. The head's tokens of the prompt move with the row."""
     model = pair(tmp_path, options)
     request = Request([6, 1, 3, 4] * 15, 120, trace=True)
 

@@ -1,4 +1,4 @@
-"""A draft computes the same while decoding (ring, stale target cache) as while training (full sequences)."""
+"""A draft computes the same while decoding (window, stale target cache) as while training (full sequences)."""
 
 from dataclasses import replace
 from pathlib import Path

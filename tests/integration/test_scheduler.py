@@ -146,7 +146,7 @@ def test_events_of_an_answer(models: Models, speculate: bool) -> None:
     ("options", "temperature"), [*((options, 0.0) for options in OPTIONS), ("both", 1.0), ("listed", 1.0)]
 )
 def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: float) -> None:
-    """Trees are compared too, as a wrong ring, feature or layer of the draft changes nothing else."""
+    """Trees are compared too, as a wrong window, feature or layer of the draft changes nothing else."""
     model = models("qwen2", options)
     sampling = Sampling(temperature, seed=3)
     first = Request([5, 3, 2, 6] * 10, 20, sampling, trace=True)

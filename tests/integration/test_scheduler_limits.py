@@ -122,7 +122,7 @@ def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
     spoiled = Request([1, 2, 3, 4, 5, POISON], 8)
     with serving(model, ahead, max_rows=1) as scheduler:
         assert Answer(scheduler, spoiled).finished.reason == "error"
-        assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's ring has slots that it skips
+        assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's window has slots that it skips
         assert Answer(scheduler, spoiled).finished.reason == "error"
         with torch.no_grad():
             model.model.embed_tokens.weight[POISON] = 1.0

@@ -57,7 +57,7 @@ class Controller:
 
     def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float] = lambda: 0.0) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
-        refill the draft's ring, which a tree pays after a round of another plan."""
+        refill the draft's window, which a tree pays after a round of another plan."""
         self.plans = tuple(plans)
         self.time = time
         self.refill_time = refill_time

@@ -1,4 +1,4 @@
-"""The drafters of all plans of a batch, on shared state: the draft's ring, its tree, and the history of tokens."""
+"""The drafters of all plans of a batch, on shared state: the draft's window, its tree, and the history of tokens."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class PlanDrafters(DraftState):
         self.draft: GlideDraft | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
-            # A round feeds as many tokens as its longest path has, and the draft's ring takes at most a window of them.
+            # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
             branches = LookupBranches(runner, batch, runner.model.draft_model.window - 1)
             tree_shape = drafting.tree_shape
             if runner.device.type == "cpu":

@@ -22,7 +22,7 @@ class Plan(NamedTuple):
 
     @property
     def feeds_draft(self) -> bool:
-        """Whether its rounds feed the draft, whose ring must be filled before. To feed it in rounds of other plans
+        """Whether its rounds feed the draft, whose window must be filled before. To feed it in rounds of other plans
         would cost a small target some percent of a round."""
         return self.kind == "tree"
 

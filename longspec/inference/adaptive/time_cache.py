@@ -42,7 +42,7 @@ class RoundTimes:
     seconds: dict[str, tuple[float, float]]
     """The time of a round at both contexts, by the name of the plan."""
     refill: float
-    """Time to fill the draft's ring with the newest tokens."""
+    """Time to fill the draft's window with the newest tokens."""
 
     def __call__(self, plan: Plan, context: float) -> float:
         """The time of a round at a mean number of prefix slots per row. It is linear in the context."""
@@ -69,7 +69,7 @@ class BatchTimes:
         return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (self.size - low) / (high - low)
 
     def refill(self) -> float:
-        """Time to fill the draft's ring of the smallest measured number of rows."""
+        """Time to fill the draft's window of the smallest measured number of rows."""
         return self.by_size[min(self.by_size)].refill
 
 

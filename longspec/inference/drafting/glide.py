@@ -1,4 +1,4 @@
-"""The GLIDE draft during decoding: its ring of accepted tokens, and the forward pass of one level of a tree."""
+"""The GLIDE draft during decoding: its window of accepted tokens, and the forward pass of one level of a tree."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class GlideDraft:
         return self.runner.config.vocab_size if self.head is None else self.head.columns
 
     def narrow(self, rows: slice) -> GlideDraft:
-        """The draft for some consecutive rows, on the same ring."""
+        """The draft for some consecutive rows, on the same window."""
         part = copy(self)
         part.head = None if self.head is None else self.head.narrow(rows)
         part.cache = self.cache.narrow(rows)
         return part
 
     def with_nodes(self, nodes: int) -> GlideDraft:
-        """The draft for trees of fewer nodes, on the same ring."""
+        """The draft for trees of fewer nodes, on the same window."""
         part = copy(self)
         part.cache = self.cache.with_nodes(nodes)
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Fill the ring with the last W tokens of each prompt, and the head; see `Drafter.start`."""
+        """Fill the window with the last W tokens of each prompt, and the head; see `Drafter.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.clear()
         self.fill(prompts, lengths)
@@ -59,13 +59,13 @@ class GlideDraft:
             self.head.start(prompts, lengths)
 
     def fill(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Fill the ring with the last W tokens of each row. tokens: LongTensor [B, S]; lengths: LongTensor [B]."""
+        """Fill the window with the last W tokens of each row. tokens: LongTensor [B, S]; lengths: LongTensor [B]."""
         offsets = torch.arange(-self.cache.window, 0, device=tokens.device)
         positions = lengths[:, None] + offsets
         self.feed(tokens.gather(1, positions.clamp(min=0)), positions, positions >= 0)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Store accepted tokens [B, T] at consecutive positions [B, T] in the ring, where `valid`."""
+        """Store accepted tokens [B, T] at consecutive positions [B, T] in the window, where `valid`."""
         self.runner.feed_draft(tokens, positions, valid, self.cache)
 
     def row_states(self) -> list[Tensor]:

@@ -258,7 +258,7 @@ class Batch(BatchRows):
         return torch.cat([*columns, scores(logits, tokens)] if scored else columns, 1)
 
     def refill_draft(self, rows: Sequence[int]) -> None:
-        """Fill the draft's ring in rows that played plans without the draft."""
+        """Fill the draft's window in rows that played plans without the draft."""
         if len(rows) > 1:
             self.drafter.refill(self.cache.lengths)  # which changes nothing in the others
             return

@@ -67,8 +67,8 @@ class Row:
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
     job: Running | None = None
-    ring_is_stale: bool = False
-    """Whether the draft's ring lacks tokens, because plans without the draft were played."""
+    window_is_stale: bool = False
+    """Whether the draft's window lacks tokens, because plans without the draft were played."""
 
     @property
     def unread(self) -> int:

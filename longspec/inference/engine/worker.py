@@ -134,7 +134,7 @@ class Worker:
             return
         job.root = outcome.root
         job.first_token = job.last_token = time.perf_counter()
-        row.ring_is_stale = False
+        row.window_is_stale = False
         if self.controller is not None and job.trace is not None:
             self.controller.start(job.ticket, job.trace, job.root)
         if outcome.fault:
@@ -175,11 +175,11 @@ class Worker:
             plan = self.controller.impose(self.batch.plans[-1])
         else:
             plan = self.controller.choose()
-        stale = [row.number for row in running if row.ring_is_stale]
+        stale = [row.number for row in running if row.window_is_stale]
         if plan.feeds_draft and stale:
             self.batch.refill_draft(stale)
         for row in running:
-            row.ring_is_stale = not plan.feeds_draft
+            row.window_is_stale = not plan.feeds_draft
         return plan
 
     def _move_together(self, running: list[Row], size: int) -> None:
