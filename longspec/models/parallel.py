@@ -8,6 +8,7 @@ draft is split as well. Without a group every function here returns its input.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,9 @@ def split_draft(model: Any) -> None:
     whole: GlideDecoderLayer = model.draft_model
     config = rank_config(model.config, rank, world)
     config.vocab_size = model.config.vocab_size
+    width = whole.options.mlp_size
     with torch.device("meta"):
-        part = type(whole)(config, whole.options)
+        part = type(whole)(config, replace(whole.options, mlp_size=width and width // world))
     weights = {name: weight.detach() for name, weight in whole.named_parameters()}
     part.load_state_dict(cut_weights(weights, rank, world), assign=True)
     part.set_vocabulary(whole.vocabulary)

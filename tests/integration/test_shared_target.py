@@ -39,7 +39,7 @@ def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
     """A random pair of each family: the target whole and split, and its draft. Each draft has other options; that of
     Qwen3 has a vocabulary list."""
     heads, kv_heads = HEADS[ranks]
-    options = (PUBLISHED, DraftOptions(kv_layers=(0,)), DraftOptions(target_feature=True), PUBLISHED)
+    options = (PUBLISHED, DraftOptions(kv_layers=(0,), mlp_size=24), DraftOptions(target_feature=True), PUBLISHED)
     pairs = {family: (family, drafted) for family, drafted in zip(families, options, strict=False)}
     pairs["fused"] = families[0], DraftOptions(window=SMALL_WINDOW, kv_layers=(0,), target_feature=True)
     for name, (family, drafted) in pairs.items():
