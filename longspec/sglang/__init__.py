@@ -1,0 +1,23 @@
+"""GLIDE drafts on SGLang: a plugin that adds the speculative algorithm GLIDE to an unmodified SGLang.
+
+SGLang finds `register` by the entry point group `sglang.srt.plugins`. The rest of the package imports SGLang, or is
+imported by those modules; `longspec` itself never imports it.
+
+| module | content |
+|---|---|
+| `algorithm` | registration, and what SGLang asks of an algorithm |
+| `checks` | one-line refusals at the start |
+| `worker` | a round: draft, SGLang's own tree verification, the draft's keys of the accepted tokens |
+| `drafter` | one pass over the tree's levels, on tensors alone |
+| `draft_model` | the layer with the target's embedding, head and rotary table |
+| `tree` | which candidates are expanded and verified |
+| `window`, `prefix` | the draft's own keys by KV slot; attention to the target's paged keys |
+| `graphs` | CUDA graphs of the draft by batch size |
+"""
+
+
+def register() -> None:
+    """Entry point: register GLIDE with SGLang. Runs in each of its processes."""
+    from longspec.sglang.algorithm import register_glide
+
+    register_glide()

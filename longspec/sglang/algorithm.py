@@ -1,0 +1,81 @@
+"""Registration of GLIDE with SGLang 0.5.15, whose file and function is named wherever it is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.arg_groups.speculative_hook import _handle_eagle_family
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from longspec.errors import UserError
+from longspec.sglang.checks import check_server, set_default_tree
+
+NAME = "GLIDE"
+
+
+class GlideAlgorithm(CustomSpecAlgo):
+    """To SGLang, GLIDE is an EAGLE whose draft has no keys in the target's pool."""
+
+    def is_eagle(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        return False
+
+    # The next three are called on every algorithm but are not part of CustomSpecAlgo.
+    def need_topk(self) -> bool:
+        """Whether a round's first level comes from the round before."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True) -> FutureMap:
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens)
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Complete and check the options. A wrong one ends the process with one line."""
+        set_default_tree(server_args)
+        _handle_eagle_family(server_args)
+        try:
+            check_server(server_args, server_args.get_model_config().hf_config)
+        except UserError as error:
+            raise SystemExit(f"error: {error}") from None
+
+
+def keep_algorithm(original: Callable[..., Any], algorithm: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Around `_resolve_speculative_algorithm_alias` (srt/arg_groups/speculative_hook.py), which would read the config of
+    the draft as that of a model; a draft may be a single file."""
+    return algorithm if algorithm == NAME else original(algorithm, *args, **kwargs)
+
+
+def one_draft_layer(original: Callable[..., Any], runner: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `ModelRunner._build_model_config` (srt/model_executor/model_runner.py). Of the draft's config it needs the
+    number of layers, by which the memory of the KV pool is divided."""
+    if server_args.speculative_algorithm == NAME and kwargs.get("is_draft_model"):
+        return SimpleNamespace(num_nextn_predict_layers=1)
+    return original(runner, server_args, *args, **kwargs)
+
+
+def register_glide() -> None:
+    """Register the algorithm and the two functions that must not read the draft as a model."""
+    register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=GlideAlgorithm)
+    register(worker_class)
+    hooks = {
+        "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias": keep_algorithm,
+        "sglang.srt.model_executor.model_runner.ModelRunner._build_model_config": one_draft_layer,
+    }
+    for function, hook in hooks.items():
+        HookRegistry.register(function, hook, HookType.AROUND)
+
+
+def worker_class(server_args: Any) -> type:
+    """The class of the worker, imported where a GPU is used."""
+    from longspec.sglang.worker import GlideWorker
+
+    return GlideWorker

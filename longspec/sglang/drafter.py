@@ -1,0 +1,68 @@
+"""A round's draft: the tree from the root of each request, on tensors alone, so that it can be a CUDA graph."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longspec.sglang.draft_model import DraftModel
+from longspec.sglang.prefix import PrefixAttention
+from longspec.sglang.tree import Candidates, GrowingTree, expanded_nodes
+from longspec.sglang.window import RoundWindow, WindowCache
+
+
+class Drafter:
+    """The draft of the requests that SGLang decodes."""
+
+    def __init__(self, model: DraftModel, cache: WindowCache, prefix: PrefixAttention, topk: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.prefix = prefix
+        self.topk = topk
+
+    def propose(
+        self, steps: int, nodes: int, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None
+    ) -> Candidates:
+        """A tree of `steps` levels, of which `nodes` nodes are verified, the root included.
+
+        roots, requests, lengths: LongTensor [B]; root b is at position lengths[b], and the target has read all tokens
+        before it. hidden: the target's last hidden states [B, hidden] at the positions before the roots.
+        """
+        tree = GrowingTree(len(roots), self.topk, steps, roots.device)
+        window = RoundWindow(self.cache, requests, lengths, expanded_nodes(self.topk, steps))
+        attention = self.prefix.plan(requests, lengths)
+        cross_attends = [partial(attention, layer=layer) for layer in self.model.layers]
+        columns = self.model.columns(requests)
+        feature = self.model.feature(hidden)
+        tokens = roots[:, None]
+        for level in range(steps):
+            self_attend = partial(window.attend, level=level, first=tree.first, visible=tree.visible)
+            positions = (lengths + level)[:, None].expand_as(tokens)
+            states = self.model.level(tokens, positions, self_attend, cross_attends, feature)
+            tokens = tree.grow(*columns.best(states, self.topk))
+        return tree.candidates(nodes)
+
+    def store(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Store the draft's keys of tokens that the target has read. All LongTensor [T]."""
+        self.cache.store(*self.model.keys_values(tokens, positions), slots)
+
+    def store_accepted(self, tokens: Tensor, requests: Tensor, lengths: Tensor, accepted: Tensor) -> None:
+        """Store the draft's keys of a round's accepted path.
+
+        tokens: LongTensor [B, T], the root and the tokens after it; of row b the first accepted[b] are stored, at the
+        positions from lengths[b] on. requests, lengths: LongTensor [B], as before the round.
+        """
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = lengths[:, None] + steps
+        # Slot 0 is SGLang's padding.
+        slots = self.cache.slots(requests, positions).where(steps < accepted[:, None], 0)
+        self.store(tokens.flatten(), positions.flatten(), slots.flatten())
+
+
+def prefill_positions(prefix_lens: list[int], extend_lens: list[int]) -> Tensor:
+    """The positions of a prefill's tokens, LongTensor [T] on the CPU: each request's continue its cached prefix."""
+    starts, lens = torch.tensor(prefix_lens), torch.tensor(extend_lens)
+    first_rows = lens.cumsum(0) - lens
+    return torch.arange(int(lens.sum())) + (starts - first_rows).repeat_interleave(lens)

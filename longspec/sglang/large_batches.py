@@ -1,0 +1,75 @@
+"""Smaller trees in larger batches: a GPU reads a few hundred tokens in the time of one, and more take longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+VERIFIED_TOKENS = 256
+"""Number of tokens per verification, over all requests, up to which trees are whole."""
+LEAST_NODES = 4
+"""Smaller trees cost more than they accept; beyond that a round drafts nothing."""
+
+
+class VerifySizes:
+    """The tree of each batch size, and the target's CUDA graphs and attention backend for each number of nodes."""
+
+    def __init__(self, steps: int, nodes: int, topk: int) -> None:
+        self.steps, self.nodes, self.topk = steps, nodes, topk
+        self.states: dict[int, tuple[Any, Any]] = {}
+        """The target's attention backend and graphs by number of nodes."""
+
+    def of(self, batch: int) -> tuple[int, int]:
+        """(steps, nodes) of a round of `batch` requests: the whole tree, or its half, quarter … that fits; (0, 1) for
+        rounds without a draft."""
+        nodes = self.nodes
+        while nodes >= LEAST_NODES and batch * nodes > VERIFIED_TOKENS:
+            nodes //= 2
+        if nodes == self.nodes:
+            return self.steps, nodes
+        if nodes < LEAST_NODES:
+            return 0, 1
+        # SGLang's trees of one child per node have a node per step.
+        steps = min(self.steps, nodes - 1)
+        return steps, nodes if self.topk > 1 else steps + 1
+
+    def build(self, runner: Any, batch_sizes: list[int]) -> None:
+        """Make backend and graphs of the target for each number of nodes. runner: the target's. batch_sizes: those with
+        graphs, empty without any."""
+        self.states[self.nodes] = (runner.attn_backend, runner.decode_cuda_graph_runner)
+        most = runner.req_to_token_pool.size
+        for steps, nodes in sorted({self.of(batch) for batch in range(1, most + 1)} - {(self.steps, self.nodes)}):
+            sizes = [batch for batch in batch_sizes if self.of(batch) == (steps, nodes)]
+            with _options(runner.server_args, steps, nodes, sizes):
+                self.states[nodes] = self._state(runner, steps, nodes, sizes)
+
+    def _state(self, runner: Any, steps: int, nodes: int, sizes: list[int]) -> tuple[Any, Any]:
+        from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
+        workspace = runner.init_new_workspace
+        backend = runner._get_attention_backend(init_new_workspace=True)
+        runner.init_new_workspace = workspace
+        graphs = None
+        if sizes:
+            graphs = DecodeCudaGraphRunner(
+                runner, attn_backend=backend, speculative_num_steps=steps, speculative_num_draft_tokens=nodes
+            )
+        return backend, graphs
+
+    def activate(self, runner: Any, nodes: int) -> None:
+        """Let the target verify `nodes` nodes per request."""
+        runner.attn_backend, runner.decode_cuda_graph_runner = self.states[nodes]
+
+
+@contextmanager
+def _options(args: Any, steps: int, nodes: int, sizes: list[int]) -> Iterator[None]:
+    """SGLang's options for these trees, which backends and graphs read when they are made."""
+    decode = args.cuda_graph_config.decode
+    before = args.speculative_num_steps, args.speculative_num_draft_tokens, decode.bs
+    args.speculative_num_steps, args.speculative_num_draft_tokens = steps, nodes
+    decode.bs = sizes or decode.bs
+    try:
+        yield
+    finally:
+        args.speculative_num_steps, args.speculative_num_draft_tokens, decode.bs = before

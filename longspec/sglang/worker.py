@@ -1,0 +1,220 @@
+"""SGLang's worker for GLIDE: drafts a tree, lets SGLang verify it, and keeps the draft's own keys up to date.
+
+Verification, acceptance, sampling, grammars, the compaction of the target's keys and the relay between overlapped rounds
+are those of SGLang's EAGLE worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd_grouped
+from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
+from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import build_tree_kernel_efficient
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2, _get_plan_stream
+from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
+from torch import Tensor
+
+from longspec.sglang.draft_model import DraftModel, load_layer
+from longspec.sglang.drafter import Drafter, prefill_positions
+from longspec.sglang.graphs import BatchGraphs
+from longspec.sglang.large_batches import VerifySizes
+from longspec.sglang.prefix import PrefixAttention
+from longspec.sglang.window import WindowCache
+
+
+class GlideWorker(EAGLEWorkerV2):
+    """Takes the place of the EAGLE worker in the scheduler. There is no draft model in SGLang's sense."""
+
+    def __init__(
+        self, server_args: Any, gpu_id: int, tp_rank: int, target_worker: Any, **ranks: Any
+    ) -> None:  # not EAGLE's, which loads a draft model
+        self.server_args = server_args
+        self.device = server_args.device
+        self.gpu_id, self.tp_rank = gpu_id, tp_rank
+        self._target_worker = target_worker
+        self.topk = server_args.speculative_eagle_topk
+        self.speculative_num_steps = server_args.speculative_num_steps
+        self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
+        self.page_size = server_args.page_size
+        self.speculative_algorithm = target_worker.model_runner.spec_algorithm
+        self.adaptive_controller = None
+        self.plan_stream, self.plan_stream_ctx = _get_plan_stream(self.device)
+        # The scheduler asks for the pool of the draft's runner, and its metrics set a timer on it.
+        self._draft_worker = SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=None))
+
+    @property
+    def war_fastpath_runner(self) -> Any:
+        return self.target_worker.model_runner
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
+        return (self.target_worker.model_runner.attn_backend,)
+
+    # Start: the target's weights are loaded, then its pools exist, then its graphs.
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        runner = self.target_worker.model_runner
+        config, model = runner.model_config.hf_config, runner.model
+        table = req_to_token_pool.req_to_token
+        layer = load_layer(self.server_args.speculative_draft_model_path, config, table.device, runner.dtype)
+        group = get_tp_group().device_group if self.server_args.tp_size > 1 else None
+        weights = (model.model.embed_tokens, *model.get_embed_and_head())
+        self.model = DraftModel(layer, config, weights, table.shape[1], len(table), group)
+
+        pool = token_to_kv_pool_allocator.get_kvcache()
+        window = WindowCache(pool.get_key_buffer(self.model.layers[0]), table, layer.window)
+        kernels = (create_flashinfer_kv_indices_triton, decode_attention_fwd_grouped)
+        prefix = PrefixAttention(pool, table, req_to_token_pool.size, kernels)
+        self.drafter = Drafter(self.model, window, prefix, self.topk)
+        self._prepare_graphs(config.hidden_size, runner.dtype)
+
+    def _prepare_graphs(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """The functions that run as CUDA graphs, with their padding: request 0 and its slot 0 are SGLang's padding."""
+        one = torch.ones(1, dtype=torch.long, device=self.device)
+        padding = {"roots": one, "requests": 0 * one, "lengths": one}
+        if self.model.reads_hidden:
+            padding["hidden"] = torch.zeros(1, hidden_size, dtype=dtype, device=self.device)
+        path = torch.ones(1, self.speculative_num_steps + 1, dtype=torch.long, device=self.device)
+        self.propose = BatchGraphs(self._propose, padding)
+        self.store = BatchGraphs(
+            self._store, {"tokens": path, "requests": 0 * one, "lengths": one, "accepted": 0 * one}
+        )
+        self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
+
+    def _propose(self, roots: Tensor, **rows: Tensor) -> tuple[Tensor, ...]:
+        return self.drafter.propose(*self.sizes.of(len(roots)), roots, **rows)
+
+    def _store(self, **rows: Tensor) -> tuple[Tensor, ...]:
+        self.drafter.store_accepted(**rows)
+        return ()
+
+    def init_attention_backends(self) -> None:
+        """The draft has none."""
+
+    @torch.no_grad()
+    def init_cuda_graphs(self) -> None:
+        sizes: list[int] = []
+        if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+            sizes, _ = get_batch_sizes_to_capture(self.target_worker.model_runner)
+            context: Callable[[], Any] = graph_capture
+            self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], context)
+            self.store.capture(sizes, context)
+        self.sizes.build(self.target_worker.model_runner, sizes)
+
+    # A round.
+
+    @torch.no_grad()
+    def forward_batch_generation(self, batch: Any, on_publish: Callable[[Tensor], None] | None = None) -> Any:
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            batch.capture_hidden_mode = CaptureHiddenMode.FULL
+            result = self.target_worker.forward_batch_generation(batch)
+            result.new_seq_lens = batch.seq_lens
+            finish = partial(self._after_prefill, batch, result)
+        else:
+            roots = batch.spec_info.bonus_tokens.long()
+            steps, nodes = self.sizes.of(self.store.padded(len(roots)))
+            self.speculative_num_steps, self.speculative_num_draft_tokens = steps, nodes
+            self.sizes.activate(self.target_worker.model_runner, nodes)
+            batch.spec_info = self._draft_tree(batch, roots) if steps else self._build_trivial_verify_input(batch)
+            result = self.verify(batch)
+            finish = partial(self._after_verify, batch, result, roots)
+        # SGLang prepares the next round from here on.
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        result.next_draft_input = finish()
+        return result
+
+    def _draft_tree(self, batch: Any, roots: Tensor) -> EagleVerifyInput:
+        rows = {"roots": roots, "requests": batch.req_pool_indices, "lengths": batch.seq_lens}
+        if self.model.reads_hidden:
+            rows["hidden"] = batch.spec_info.hidden_states
+        parents, chosen, tokens = self.propose(**rows)
+
+        # The mask covers prefixes and nodes; only its size depends on the host's knowledge of the lengths.
+        backend = self.target_worker.model_runner.attn_backend
+        mask_buffer, position_buffer = backend.get_verify_buffers_to_fill_after_draft()
+        total = batch.seq_lens_sum
+        if total is None:
+            total = 0 if mask_buffer is not None else len(roots) * backend.max_context_len
+        mask, positions, index, next_token, next_sibling, tokens = build_tree_kernel_efficient(
+            roots,
+            parents,
+            chosen,
+            tokens,
+            batch.seq_lens,
+            total,
+            self.topk,
+            self.speculative_num_steps,
+            self.speculative_num_draft_tokens,
+            tree_mask_buf=mask_buffer,
+            position_buf=position_buffer,
+        )
+        return EagleVerifyInput(
+            draft_token=tokens,
+            custom_mask=mask,
+            positions=positions,
+            retrieve_index=index,
+            retrieve_next_token=next_token,
+            retrieve_next_sibling=next_sibling,
+            retrieve_cum_len=None,
+            spec_steps=self.speculative_num_steps,
+            topk=self.topk,
+            draft_token_num=self.speculative_num_draft_tokens,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            seq_lens_sum=None,
+            seq_lens_cpu=None,
+        )
+
+    def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:
+        positions = prefill_positions(batch.prefix_lens, batch.extend_lens)
+        positions = positions.to(self.device, non_blocking=True)
+        self.drafter.store(batch.input_ids.long(), positions, batch.out_cache_loc)
+        for request in batch.reqs:
+            self.model.note_prompt(request.req_pool_idx, [*request.origin_input_ids, *request.output_ids])
+        hidden = select_last_extend_hidden(batch, result.logits_output.hidden_states)
+        return self._next_input(result.next_token_ids, hidden)
+
+    def _after_verify(self, batch: Any, result: Any, roots: Tensor) -> EagleDraftInput:
+        """Store the draft's keys of the root and the accepted tokens. SGLang has moved these to the front of each
+        request's nodes: node j predicted the token after j accepted ones, so token j + 1 of the path."""
+        rows, steps = len(roots), self.speculative_num_steps
+        predicted = result.next_token_ids.view(rows, -1)[:, :steps].long()
+        path = torch.cat([roots[:, None], predicted], 1)
+        most = self.store.padding["tokens"].shape[1]
+        path = torch.nn.functional.pad(path, (0, most - path.shape[1]))
+        self.store(tokens=path, requests=batch.req_pool_indices, lengths=batch.seq_lens, accepted=result.accept_lens)
+        newest = torch.arange(rows, device=path.device) * self.speculative_num_draft_tokens + result.accept_lens - 1
+        return self._next_input(result.next_draft_input.bonus_tokens, result.logits_output.hidden_states[newest])
+
+    def _next_input(self, roots: Tensor, hidden: Tensor) -> EagleDraftInput:
+        unused = roots.new_empty(len(roots), 0)  # SGLang filters and joins these fields by row
+        states = hidden if self.model.reads_hidden else None
+        return EagleDraftInput(bonus_tokens=roots, hidden_states=states, topk_p=unused, topk_index=unused)
+
+    # Updates of the target's weights.
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        self.model.read_head()
+        return True, "Succeeded to update model weights."
+
+    update_weights_from_ipc = update_weights_from_disk
+
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        outcome = self.target_worker.update_weights_from_tensor(recv_req)
+        self.model.read_head()
+        return outcome

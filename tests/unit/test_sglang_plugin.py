@@ -1,0 +1,227 @@
+"""The SGLang plugin drafts what our own engine drafts, and asks SGLang to verify the best of it."""
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pairs import make_pair, tiny_config
+from samplers import sampler
+from sglang_kernels import KERNELS, Pool, parents_of
+
+from longspec.errors import UserError
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine.engine import Engine
+from longspec.inference.runner import Runner
+from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_saving import save_draft_folder
+from longspec.models.glide import GlideMixin
+from longspec.sglang.checks import DEFAULT_TREE, check_server, set_default_tree
+from longspec.sglang.draft_model import DraftModel, RoundColumns, load_layer, recent_tokens
+from longspec.sglang.drafter import Drafter, prefill_positions
+from longspec.sglang.graphs import BatchGraphs
+from longspec.sglang.large_batches import VERIFIED_TOKENS, VerifySizes
+from longspec.sglang.prefix import PrefixAttention
+from longspec.sglang.tree import GrowingTree, most_nodes
+from longspec.sglang.window import WindowCache
+
+TOPK, STEPS = 3, 3
+LENGTHS = [29, 11]
+REQUESTS = torch.tensor([2, 1])
+OPTIONS = DraftOptions(window=16, kv_layers=(1,), target_feature=True, mlp_size=48)
+LISTED = torch.arange(0, 61, 2)
+
+
+def save_draft(pair: GlideMixin, folder: Path) -> Path:
+    save_draft_folder(pair.draft_model.state_dict(), pair.config, folder, OPTIONS)
+    return folder
+
+
+def served(pair: GlideMixin, draft: Path, engine: Engine, prompts: torch.Tensor) -> Drafter:
+    """The plugin's drafter on a paged copy of the engine's target cache, in slots without order."""
+    layers, batch, _, capacity, _ = engine.cache.keys.shape
+    order = torch.randperm(batch * capacity, generator=torch.Generator().manual_seed(5)).view(batch, capacity)
+    table = torch.zeros(4, capacity, dtype=torch.int32)
+    table[REQUESTS] = (order + 1).int()
+    pools = []
+    for contents in (engine.cache.keys, engine.cache.values):
+        pool = contents.new_zeros(layers, batch * capacity + 1, *contents.shape[2::2])
+        pool[:, table[REQUESTS].long()] = contents.transpose(2, 3)
+        pools.append(pool)
+    layer = load_layer(str(draft), pair.config, torch.device("cpu"), torch.float32)
+    weights = (pair.model.embed_tokens, pair.model.embed_tokens.weight, pair.lm_head.weight)
+    model = DraftModel(layer, pair.config, weights, capacity + STEPS, len(table))
+    cache = WindowCache(pools[0][0], table, layer.window)
+    drafter = Drafter(model, cache, PrefixAttention(Pool(*pools), table, batch, KERNELS), TOPK)
+    for request, prompt, length in zip(REQUESTS.tolist(), prompts, LENGTHS, strict=True):
+        for start, stop in pairwise((0, 5, length)):  # a prefill in two chunks
+            positions = prefill_positions([start], [stop - start])
+            drafter.store(prompt[start:stop], positions, table[request, start:stop].long())
+        model.note_prompt(request, prompt[:length].tolist())
+    return drafter
+
+
+@pytest.mark.parametrize(("family", "listed"), [("llama", None), ("qwen2", LISTED), ("qwen3", None)])
+@torch.no_grad()
+def test_each_level_has_the_logits_of_our_own_draft(
+    tmp_path: Path, family: str, listed: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(tmp_path / "target", family, options=OPTIONS)
+    pair.draft_model.set_vocabulary(listed)
+    draft = save_draft(pair, tmp_path / "draft")
+    prompts = torch.randint(0, 61, (2, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+    runner, own = Runner(pair), sampler(0.0, 2)
+    tree = TreeDrafter(runner, 2, (TOPK,) * STEPS, own.drafting(), "descend")
+    engine = Engine(runner, tree, own, prompts, LENGTHS, max_new_tokens=8)
+    engine.prefill()
+    drafter = served(pair, draft, engine, prompts)
+
+    levels: list[tuple[Any, ...]] = []
+    grow, columns = GrowingTree.grow, RoundColumns.logits
+    logits: list[torch.Tensor] = []
+    monkeypatch.setattr(RoundColumns, "logits", lambda *args: logits.append(columns(*args)) or logits[-1])
+
+    def record(growing: GrowingTree, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        levels.append((growing.first, growing.visible))
+        return grow(growing, values, tokens)
+
+    monkeypatch.setattr(GrowingTree, "grow", record)
+    read: list[torch.Tensor] = []
+    level = drafter.model.level
+    monkeypatch.setattr(drafter.model, "level", lambda *args: read.append(args[0]) or level(*args))
+    lengths = engine.cache.lengths.long()
+    drafter.propose(STEPS, 8, engine.root, REQUESTS, lengths, engine.cache.newest_hidden[:, 0])
+
+    own_columns = drafter.model.columns(REQUESTS)
+    feature = tree.draft.feature(engine.cache)
+    nodes = tree.draft.cache.keys.shape[2] - OPTIONS.window
+    assert len(levels) == STEPS
+    for number, ((first, visible), tokens) in enumerate(zip(levels, read, strict=True)):
+        padded = torch.nn.functional.pad(visible, (0, nodes - visible.shape[2]))
+        expected = tree.draft.level(tokens, number, first, padded, engine.cache, feature)
+        actual = logits[number]
+        if listed is not None:
+            expected = torch.stack([tree.draft.head.whole(expected[:, n]) for n in range(expected.shape[1])], 1)
+            ids = torch.cat([listed.expand(2, -1), own_columns.own.clamp(min=0)], 1)[:, None].expand_as(actual)
+            actual = torch.full_like(expected, -torch.inf).scatter_reduce_(2, ids, actual, "amax")
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
+    """Every verified node's parent is verified, its path is the one that was scored, and no better candidate is left."""
+    generator = torch.Generator().manual_seed(0)
+    tree = GrowingTree(2, TOPK, 4, torch.device("cpu"))
+    expanded = [[((), 0.0)] for _ in range(2)]  # path and score of each expanded node
+    candidates: list[dict[tuple[int, ...], float]] = [{}, {}]
+    for level in range(4):
+        shape = (2, 1 if level == 0 else TOPK, 50)
+        values, tokens = torch.rand(shape, generator=generator).log().topk(TOPK)
+        for row in range(2):
+            for (path, score), step, children in zip(expanded[row], values[row], tokens[row], strict=True):
+                for value, token in zip(step.tolist(), children.tolist(), strict=True):
+                    candidates[row][(*path, token)] = score + value
+        following = tree.grow(values, tokens)
+        for row in range(2):
+            here = {path: s for path, s in candidates[row].items() if len(path) == level + 1}
+            best = sorted(here, key=here.__getitem__, reverse=True)[:TOPK]
+            assert [path[-1] for path in best] == following[row].tolist()
+            expanded[row] = [(path, here[path]) for path in best]
+    result = tree.candidates(9)
+    for row in range(2):
+        parents = parents_of(result.parents[row], result.chosen[row], TOPK)
+        paths: list[tuple[int, ...]] = [()]
+        for parent, token in zip(parents, result.tokens[row].tolist(), strict=True):
+            paths.append((*paths[parent], token))
+        best = sorted(candidates[row], key=candidates[row].__getitem__, reverse=True)[:8]
+        assert sorted(paths[1:]) == sorted(best)
+
+
+def test_a_certain_child_ranks_after_its_parent() -> None:
+    """Otherwise a verified node could lack its parent, at probability 1 in fp32."""
+    tree = GrowingTree(1, 2, 3, torch.device("cpu"))
+    certain = torch.tensor([0.0, -50.0])
+    for nodes in (1, 2, 2):
+        tree.grow(certain.expand(1, nodes, 2), torch.arange(2).expand(1, nodes, 2))
+    chosen = tree.candidates(4)
+    assert parents_of(chosen.parents[0], chosen.chosen[0], 2) == [0, 1, 2]
+
+
+def test_only_the_accepted_path_is_stored() -> None:
+    table = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
+    cache = WindowCache(torch.zeros(41, 1, 1), table, 4)
+    drafter = Drafter(SimpleNamespace(keys_values=lambda t, p: (t[:, None, None], p[:, None, None])), cache, None, 2)  # type: ignore[arg-type]
+    path = torch.tensor([[7, 8, 9], [4, 5, 6]])
+    drafter.store_accepted(path, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
+    stored = {slot: (int(cache.keys[slot]), int(cache.values[slot])) for slot in range(1, 41) if cache.keys[slot] != 0}
+    # Position p of request r is in slot 20 * r + p + 1.
+    assert stored == {31: (7, 10), 32: (8, 11), 4: (4, 3)}
+
+
+def test_prefill_continues_each_cached_prefix() -> None:
+    assert prefill_positions([4, 0, 7], [2, 3, 1]).tolist() == [4, 5, 0, 1, 2, 7]
+
+
+def test_prompt_tokens_outside_the_list_are_the_most_recent() -> None:
+    assert recent_tokens([1, 2, 3, 2, 5], {3}) == [5, 2, 1]
+
+
+def test_larger_batches_verify_smaller_trees() -> None:
+    sizes = VerifySizes(5, 32, 4)
+    assert [sizes.of(batch) for batch in (1, 8, 9, 32, 64, 65)] == [(5, 32), (5, 32), (5, 16), (5, 8), (3, 4), (0, 1)]
+    assert all(batch * sizes.of(batch)[1] <= VERIFIED_TOKENS for batch in range(1, 257))
+    assert VerifySizes(5, 6, 1).of(64) == (0, 1)
+
+
+def test_a_batch_runs_at_the_next_captured_size() -> None:
+    graphs = BatchGraphs(lambda **rows: (), {})
+    graphs.sizes = [1, 2, 4]
+    assert [graphs.padded(batch) for batch in (1, 3, 4, 5)] == [1, 4, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sglang")
+    return save_draft(make_pair(folder / "target", "llama", options=OPTIONS), folder / "draft")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"speculative_draft_model_path": None}, "--speculative-draft-model-path: missing"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True"),
+        ({"speculative_num_steps": None}, "give all three"),
+        ({"speculative_num_draft_tokens": most_nodes(4, 5) + 1}, "allow 6 to 69 tokens"),
+        ({"speculative_num_steps": 20}, "--speculative-num-steps: 20 levels, but the draft's window is 16"),
+        ({"tp_size": 4}, "--tp-size 4: num_key_value_heads 2"),
+        ({"family": "mistral"}, "a mistral target; GLIDE supports llama, qwen2, qwen3"),
+        ({"family": "qwen2"}, "a draft for a target with model_type llama"),
+    ],
+)
+def test_a_wrong_combination_is_refused_in_one_line(draft_folder: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_server(server_args(draft_folder, **changes), tiny_config(changes.get("family", "llama")))
+    assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_fitting_draft_runs_with_the_default_tree(draft_folder: Path) -> None:
+    args = server_args(draft_folder, **dict.fromkeys(DEFAULT_TREE))
+    set_default_tree(args)
+    check_server(args, tiny_config("llama"))
+    assert args.speculative_num_draft_tokens == 32
+
+
+def server_args(draft: Path, **changes: Any) -> SimpleNamespace:
+    """The options of SGLang's `ServerArgs` (srt/server_args.py) that the plugin reads."""
+    args: dict[str, Any] = {
+        "model_path": "target",
+        "speculative_draft_model_path": str(draft),
+        "tp_size": 1,
+        "device": "cuda",
+        "kv_cache_dtype": "auto",
+        "disaggregation_mode": "null",
+    }
+    return SimpleNamespace(**(args | DEFAULT_TREE | changes))
