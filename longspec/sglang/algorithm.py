@@ -49,8 +49,8 @@ class GlideAlgorithm(CustomSpecAlgo):
 
 
 def keep_algorithm(original: Callable[..., Any], algorithm: str | None, *args: Any, **kwargs: Any) -> Any:
-    """Around `_resolve_speculative_algorithm_alias` (srt/arg_groups/speculative_hook.py), which would read the config of
-    the draft as that of a model; a draft may be a single file."""
+    """Around `_resolve_speculative_algorithm_alias` (srt/arg_groups/speculative_hook.py), which would read a model's
+    config from the draft; a draft may be a single file."""
     return algorithm if algorithm == NAME else original(algorithm, *args, **kwargs)
 
 

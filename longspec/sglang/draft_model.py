@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,9 +62,9 @@ class DraftModel:
         requests: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """weights: the target's embedding module, and the weights of its embedding and head, [rows, hidden]: all tokens,
-        or with `group`, the ranks that share the target, this rank's. positions: length of the rotary table.
-        requests: rows of SGLang's request pool."""
+        """weights: the target's embedding module, and the weights of its embedding and head, [rows, hidden], of all
+        tokens. group: the ranks that share the target, each with the rows of its tokens; None for one. positions:
+        length of the rotary table. requests: rows of SGLang's request pool."""
         self.config = config
         embed, embed_weight, head_weight = weights
         self.head: nn.Module = _Head(head_weight, config.vocab_size)

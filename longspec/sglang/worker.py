@@ -1,7 +1,7 @@
 """SGLang's worker for GLIDE: drafts a tree, lets SGLang verify it, and keeps the draft's own keys up to date.
 
-Verification, acceptance, sampling, grammars, the compaction of the target's keys and the relay between overlapped rounds
-are those of SGLang's EAGLE worker.
+Verification, acceptance, sampling, grammars, the compaction of the target's keys and the relay between overlapped
+rounds are those of SGLang's EAGLE worker.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ USED = {
     "longspec/data": ["train"],
     "longspec/pipeline": ["demo"],
     "longspec/train": ["train"],
+    "longspec/sglang": ["sglang"],
     "benchmarks": ["demo", "fa3"],
     "experiments": ["demo"],
     "scripts/api_reference.py": ["dev"],
@@ -42,8 +43,12 @@ USED = {
 """Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
     "longspec/kernels/triton/flash_attention.py": ["fa3"],
+    "benchmarks/engine_runs.py": ["sglang"],
+    "tests/sglang_run.py": ["sglang"],
 }
 """Extras that a module imports inside a function."""
+PEERS = {"vllm"}
+"""Engines that `benchmarks.engines` compares with, each from an environment of its own."""
 
 
 def requirements(*extras: str) -> set[str]:
@@ -78,7 +83,7 @@ def test_every_import_is_declared(folder: str) -> None:
         declared = requirements(*(["dev", "fa3"] if folder == "tests" else extras))
         on_demand = declared | requirements(*ON_DEMAND.get(path, []))
         for name, at_import in third_party_imports(file):
-            if name not in (declared if at_import else on_demand):
+            if name not in (declared if at_import else on_demand | PEERS):
                 undeclared.append(f"{path} imports {name}")
     assert not undeclared
 
@@ -120,7 +125,8 @@ from longspec.longbench.command import main as evaluate
 
 TRAIN_DATA = ("dataset", "tokenization", "packing", "cache")
 TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
-OTHERS = ("longspec.inference.server.", "longspec.cli.picture", "longspec.pipeline.")
+SGLANG = ("longspec.sglang.algorithm", "longspec.sglang.worker")
+OTHERS = ("longspec.inference.server.", "longspec.cli.picture", "longspec.pipeline.", *SGLANG)
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
     if not module.name.startswith((*TRAIN_ONLY, *OTHERS)):
         importlib.import_module(module.name)

@@ -110,7 +110,7 @@ def test_each_level_has_the_logits_of_our_own_draft(
 
 
 def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
-    """Every verified node's parent is verified, its path is the one that was scored, and no better candidate is left."""
+    """Every verified node's parent is verified, its path is the one that was scored, and no other is better."""
     generator = torch.Generator().manual_seed(0)
     tree = GrowingTree(2, TOPK, 4, torch.device("cpu"))
     expanded = [[((), 0.0)] for _ in range(2)]  # path and score of each expanded node

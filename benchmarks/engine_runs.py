@@ -1,0 +1,137 @@
+"""One engine with one method, in a process of its own: `benchmarks.engines` starts it with the engine's interpreter.
+
+Reads a run as JSON on stdin and writes its result as the last line of stdout. Engines are imported where they are used,
+because their environments exclude each other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""(prompts, number of tokens) -> greedy answers of exactly that length, all prompts at once"""
+RECOMMENDED: dict[str, dict[str, Any]] = {
+    "vllm": {"performance_mode": "interactivity"},
+    "sglang": {"enable_torch_compile": True},
+}
+"""Options that an engine's documentation recommends for latency."""
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
+"""The example of vLLM's documentation."""
+
+
+@dataclass
+class Run:
+    """A row of the table."""
+
+    engine: str
+    method: str
+    setting: str
+    """`defaults`, or `latency` for RECOMMENDED."""
+    target: str
+    draft: str | None
+    prompts: dict[str, list[list[int]]]
+    """Token ids by context."""
+    concurrent: list[int]
+    tokens: int
+    dtype: str
+    options: dict[str, Any]
+    """Further options of the engine."""
+
+
+def ours(run: Run) -> Generate:
+    from longspec.cli.pair import SamplingOptions, open_pair
+
+    pair = open_pair(run.target, run.draft, run.method, run.dtype, **run.options)
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=len(prompts))
+        return [answer.tolist() for answer in output.new_tokens]
+
+    return generate
+
+
+def vllm(run: Run) -> Generate:
+    from vllm import LLM, SamplingParams
+
+    options = recommended(run)
+    if run.method == "ngram":
+        options["speculative_config"] = NGRAM
+    model = LLM(model=run.target, dtype=run.dtype, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(answer.outputs[0].token_ids) for answer in model.generate(inputs, sampling, use_tqdm=False)]
+
+    return generate
+
+
+def sglang(run: Run) -> Generate:
+    from sglang import Engine
+
+    options = recommended(run)
+    if run.method != "vanilla":
+        options["speculative_algorithm"] = run.method.upper()
+    if run.method == "glide":
+        options["speculative_draft_model_path"] = run.draft
+    common = {"disable_radix_cache": True, "skip_tokenizer_init": True, "log_level": "error"}
+    model = Engine(model_path=run.target, dtype=run.dtype, **(common | options))
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        answers = model.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
+        return [list(answer["output_ids"])[-tokens:] for answer in answers]
+
+    return generate
+
+
+def recommended(run: Run) -> dict[str, Any]:
+    return (RECOMMENDED[run.engine] if run.setting == "latency" else {}) | run.options
+
+
+ENGINES = {"ours": ours, "vllm": vllm, "sglang": sglang}
+
+
+def measure(run: Run, generate: Generate) -> dict[str, Any]:
+    """Decoding tokens/s of one prompt by context, tokens/s of many prompts from start to end, and the answers."""
+    single, answers = {}, []
+    for context, prompts in run.prompts.items():
+        for tokens in (1, run.tokens):
+            generate(prompts[:1], tokens)  # warms up
+        whole = first = 0.0
+        for prompt in prompts:
+            start = perf_counter()
+            answers += generate([prompt], run.tokens)
+            middle = perf_counter()
+            generate([prompt], 1)
+            whole, first = whole + middle - start, first + perf_counter() - middle
+        # The pass over the prompt and the first token are those of the answer of one token.
+        single[context] = len(prompts) * (run.tokens - 1) / (whole - first)
+
+    many = {}
+    shortest = next(iter(run.prompts.values()))
+    for rows in run.concurrent:
+        batch = [shortest[row % len(shortest)] for row in range(rows)]
+        generate(batch, run.tokens)  # warms up
+        start = perf_counter()
+        answers += generate(batch, run.tokens)
+        many[str(rows)] = rows * run.tokens / (perf_counter() - start)
+    return {"single": single, "concurrent": many, "answers": answers}
+
+
+def main() -> None:
+    run = Run(**json.load(sys.stdin))
+    start = perf_counter()
+    generate = ENGINES[run.engine](run)
+    started = perf_counter() - start
+    result = measure(run, generate) | {"start_s": started}
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""This project next to vLLM and SGLang: the same prompts and weights, one device, one engine at a time.
+
+`python -m benchmarks.engines --target FOLDER --draft DRAFT --prompts FILE.jsonl` prints a table and, last, one JSON
+line. Each row is a process of its own. Engines that are not installed are named and skipped; `--python sglang=PATH`
+names the interpreter of another environment. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, the
+shortest context first; its prompts are also those that run concurrently. Answers are greedy and have equal lengths.
+
+tokens/s of one prompt is decoding alone: the time of an answer less that of an answer of one token. tokens/s of
+concurrent prompts is all tokens over the whole time. `same` counts the answers equal to those of the engine's own
+vanilla decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_runs import ENGINES, RECOMMENDED, Run
+from longspec.errors import UserError, reports_user_errors
+
+ROOT = Path(__file__).parents[1]
+METHODS = {
+    "ours": ("vanilla", "lookup", "auto"),
+    "vllm": ("vanilla", "ngram"),
+    "sglang": ("vanilla", "ngram", "glide"),
+}
+PACKAGES = {"ours": "longspec", "vllm": "vllm", "sglang": "sglang"}
+NEEDS_DRAFT = ("glide",)
+
+
+@reports_user_errors
+def main() -> None:
+    options = parse_options()
+    prompts = read_prompts(options.prompts)
+    rows: list[dict[str, Any]] = []
+    for engine in options.engines:
+        python = options.python.get(engine, sys.executable)
+        if not is_installed(engine, python):
+            print(f"{engine}: skipped, {python} has no package {PACKAGES[engine]}", flush=True)
+            continue
+        for method in METHODS[engine]:
+            if method in NEEDS_DRAFT and options.draft is None:
+                print(f"{engine} {method}: skipped, needs --draft", flush=True)
+            elif options.methods is None or method in options.methods:
+                rows += measure_method(options, prompts, engine, method, python)
+    count_same(rows)
+    for row in rows:
+        row.pop("answers", None)
+    print(table(rows, list(prompts), options.concurrent))
+    settings = json.loads(json.dumps(vars(options), default=str))
+    print(json.dumps({"benchmark": "engines", "rows": rows, "config": settings}), flush=True)
+
+
+def measure_method(
+    options: argparse.Namespace, prompts: dict[str, list[list[int]]], engine: str, method: str, python: str
+) -> list[dict[str, Any]]:
+    """The rows of one method: at the engine's defaults, and with what it recommends for latency."""
+    rows = []
+    for setting in ("defaults", "latency") if engine in RECOMMENDED else ("defaults",):
+        if setting in options.settings:
+            # An engine would look for a draft that it does not use.
+            draft = options.draft if engine == "ours" or method in NEEDS_DRAFT else None
+            further = options.engine_args.get(engine, {})
+            run = Run(
+                *(engine, method, setting, options.target, draft, prompts),
+                *(options.concurrent, options.tokens, options.dtype, further),
+            )
+            rows.append(
+                {"engine": engine, "method": method, "setting": setting} | run_alone(run, python, options.limit)
+            )
+    return rows
+
+
+def run_alone(run: Run, python: str, limit: float) -> dict[str, Any]:
+    """The result of a run in its own process, or an `error`. limit: seconds."""
+    print(f"{run.engine} {run.method}, {run.setting} ...", flush=True)
+    command = [python, "-m", "benchmarks.engine_runs"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, input=json.dumps(asdict(run)), capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end within {limit:.0f} s"}
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        print(done.stderr[-2000:], file=sys.stderr)
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]}
+
+
+def is_installed(engine: str, python: str) -> bool:
+    """Whether an engine's interpreter finds its package, without importing it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({PACKAGES[engine]!r}) is None)"
+    return subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def read_prompts(file: Path) -> dict[str, list[list[int]]]:
+    """Token ids by context, in the order of the file. Raises UserError."""
+    prompts: dict[str, list[list[int]]] = {}
+    try:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            prompts.setdefault(str(record["context"]), []).append([int(token) for token in record["ids"]])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f'--prompts {file}: give lines of {{"ids": [...], "context": "1k"}} ({error!r})') from error
+    if not prompts:
+        raise UserError(f"--prompts {file}: no prompts")
+    return prompts
+
+
+def count_same(rows: list[dict[str, Any]]) -> None:
+    """Note how many answers equal those of the same engine's vanilla decoding at its defaults."""
+    vanilla = {
+        row["engine"]: row["answers"]
+        for row in rows
+        if row["method"] == "vanilla" and row["setting"] == "defaults" and "answers" in row
+    }
+    for row in rows:
+        if "answers" in row and row["engine"] in vanilla:
+            pairs = list(zip(row["answers"], vanilla[row["engine"]], strict=True))
+            row["same"] = f"{sum(mine == plain for mine, plain in pairs)}/{len(pairs)}"
+
+
+def table(rows: list[dict[str, Any]], contexts: list[str], concurrent: list[int]) -> str:
+    """Markdown: tokens/s of one prompt per context, then of concurrent prompts."""
+    columns = [*(f"1 × {context}" for context in contexts), *(f"{rows} at once" for rows in concurrent), "same"]
+    lines = [f"| engine | method | setting | {' | '.join(columns)} |", "|---|---|---|" + "---:|" * len(columns)]
+    for row in rows:
+        if "error" in row:
+            cells = [f"failed: {row['error']}", *[""] * (len(columns) - 1)]
+        else:
+            speeds = [*(row["single"][c] for c in contexts), *(row["concurrent"][str(n)] for n in concurrent)]
+            cells = [*(f"{speed:,.0f}" for speed in speeds), row.get("same", "")]
+        lines.append(f"| {row['engine']} | {row['method']} | {row['setting']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def named(text: str) -> tuple[str, str]:
+    engine, separator, value = text.partition("=")
+    if engine not in ENGINES or not separator:
+        raise argparse.ArgumentTypeError(f"{text!r}: give ENGINE=VALUE, ENGINE one of {', '.join(ENGINES)}")
+    return engine, value
+
+
+def named_json(text: str) -> tuple[str, dict[str, Any]]:
+    engine, value = named(text)
+    try:
+        return engine, dict(json.loads(value))
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a JSON object after {engine}=") from None
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of the target's weights")
+    parser.add_argument("--draft", help="draft of the target; default for this project: its own draft, if it has one")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=192, help="length of each answer")
+    parser.add_argument("--concurrent", type=int, nargs="*", default=[8, 32])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--methods", nargs="+", choices=sorted({m for methods in METHODS.values() for m in methods}))
+    parser.add_argument("--settings", nargs="+", choices=["defaults", "latency"], default=["defaults", "latency"])
+    parser.add_argument("--python", type=named, nargs="*", default=[], help="ENGINE=INTERPRETER")
+    parser.add_argument("--engine_args", type=named_json, nargs="*", default=[], help="ENGINE=JSON, further options")
+    parser.add_argument("--limit", type=float, default=900, help="seconds per run")
+    options = parser.parse_args()
+    options.python, options.engine_args = dict(options.python), dict(options.engine_args)
+    if options.tokens < 2:
+        parser.error("--tokens: at least 2")
+    return options
+
+
+if __name__ == "__main__":
+    main()
