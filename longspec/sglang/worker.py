@@ -150,7 +150,7 @@ class GlideWorker(EAGLEWorkerV2):
         mask_buffer, position_buffer = backend.get_verify_buffers_to_fill_after_draft()
         total = batch.seq_lens_sum
         if total is None:
-            total = 0 if mask_buffer is not None else len(roots) * backend.max_context_len
+            total = 0 if mask_buffer is not None else len(roots) * self.req_to_token_pool.req_to_token.shape[1]
         mask, positions, index, next_token, next_sibling, tokens = build_tree_kernel_efficient(
             roots,
             parents,
