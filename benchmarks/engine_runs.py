@@ -20,6 +20,8 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "sglang": {"enable_torch_compile": True},
 }
 """Options that an engine's documentation recommends for latency."""
+SINGLE_PROMPTS = 8
+"""Number of prompts of a context that are decoded one at a time."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 """The example of vLLM's documentation."""
 
@@ -104,14 +106,14 @@ def measure(run: Run, generate: Generate) -> dict[str, Any]:
         for tokens in (1, run.tokens):
             generate(prompts[:1], tokens)  # warms up
         whole = first = 0.0
-        for prompt in prompts:
+        for prompt in prompts[:SINGLE_PROMPTS]:
             start = perf_counter()
             answers += generate([prompt], run.tokens)
             middle = perf_counter()
             generate([prompt], 1)
             whole, first = whole + middle - start, first + perf_counter() - middle
         # The pass over the prompt and the first token are those of the answer of one token.
-        single[context] = len(prompts) * (run.tokens - 1) / (whole - first)
+        single[context] = len(prompts[:SINGLE_PROMPTS]) * (run.tokens - 1) / (whole - first)
 
     many = {}
     shortest = next(iter(run.prompts.values()))

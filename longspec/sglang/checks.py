@@ -61,6 +61,8 @@ def check_server(args: Any, config: PreTrainedConfig) -> None:
     check_window(options.window, args.speculative_num_steps, "--speculative-num-steps")
     if args.tp_size > 1:
         check_divisible(config, args.tp_size, f"--tp-size {args.tp_size}")
+        if config.vocab_size % (64 * args.tp_size):
+            raise UserError(f"--tp-size {args.tp_size}: SGLang pads a vocabulary of {config.vocab_size} tokens for it")
         if options.mlp_size and options.mlp_size % args.tp_size:
             raise UserError(f"--tp-size {args.tp_size}: must divide the draft's MLP size of {options.mlp_size}")
 

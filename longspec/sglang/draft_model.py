@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import GlideDecoderLayer, Rope
 from longspec.models.draft_vocabulary import MAPS, listed_tokens
@@ -74,9 +73,9 @@ class DraftModel:
             shared = SimpleNamespace(draft_model=layer, config=config)
             split_draft(shared)
             layer = shared.draft_model
-            first = dist.get_rank(group) * _equal_share(config.vocab_size, len(head_weight), dist.get_world_size(group))
-            self.embed = VocabularyEmbedding(_frozen(embed_weight), first)
-            self.head = VocabularyHead(_frozen(head_weight), first, config.vocab_size)
+            first = dist.get_rank(group) * len(head_weight)
+            self.embed = VocabularyEmbedding(nn.Parameter(embed_weight, requires_grad=False), first)
+            self.head = VocabularyHead(nn.Parameter(head_weight, requires_grad=False), first, config.vocab_size)
         self.layer = layer
         self.layers = (config.num_hidden_layers - 1, *layer.options.kv_layers)
         """The target's layers that the draft reads, in the order of its cross-attentions."""
@@ -188,14 +187,3 @@ def recent_tokens(tokens: Iterable[int], listed: set[int]) -> list[int]:
     """The distinct tokens that are not in `listed`, the most recent first, at most MOST_EXTRA."""
     distinct = dict.fromkeys(reversed(list(tokens)))
     return [token for token in distinct if token not in listed][:MOST_EXTRA]
-
-
-def _frozen(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight.detach(), requires_grad=False)
-
-
-def _equal_share(vocab_size: int, rows: int, world: int) -> int:
-    """`rows`, if each of `world` ranks has that many of the vocabulary's. Raises UserError."""
-    if rows * world != vocab_size:
-        raise UserError(f"--tp-size {world}: SGLang pads this vocabulary of {vocab_size} tokens; use --tp-size 1")
-    return rows

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd_grouped
@@ -25,6 +26,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2, _get_plan_stre
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from torch import Tensor
 
+from longspec.errors import UserError
 from longspec.sglang.draft_model import DraftModel, load_layer
 from longspec.sglang.drafter import Drafter, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
@@ -77,7 +79,10 @@ class GlideWorker(EAGLEWorkerV2):
         self.model = DraftModel(layer, config, weights, table.shape[1], len(table), group)
 
         pool = token_to_kv_pool_allocator.get_kvcache()
-        window = WindowCache(pool.get_key_buffer(self.model.layers[0]), table, layer.window)
+        keys = pool.get_key_buffer(self.model.layers[0])
+        if keys.dim() != 3:
+            raise UserError(f"GLIDE: reads keys [slots, heads, width], but SGLang stores {list(keys.shape)}")
+        window = WindowCache(keys, table, layer.window)
         kernels = (create_flashinfer_kv_indices_triton, decode_attention_fwd_grouped)
         prefix = PrefixAttention(pool, table, req_to_token_pool.size, kernels)
         self.drafter = Drafter(self.model, window, prefix, self.topk)
@@ -121,6 +126,7 @@ class GlideWorker(EAGLEWorkerV2):
     @torch.no_grad()
     def forward_batch_generation(self, batch: Any, on_publish: Callable[[Tensor], None] | None = None) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            self.sizes.activate(self.target_worker.model_runner, self.sizes.nodes)
             batch.capture_hidden_mode = CaptureHiddenMode.FULL
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens
@@ -195,8 +201,7 @@ class GlideWorker(EAGLEWorkerV2):
         rows, steps = len(roots), self.speculative_num_steps
         predicted = result.next_token_ids.view(rows, -1)[:, :steps].long()
         path = torch.cat([roots[:, None], predicted], 1)
-        most = self.store.padding["tokens"].shape[1]
-        path = torch.nn.functional.pad(path, (0, most - path.shape[1]))
+        path = F.pad(path, (0, self.sizes.steps - steps))
         self.store(tokens=path, requests=batch.req_pool_indices, lengths=batch.seq_lens, accepted=result.accept_lens)
         newest = torch.arange(rows, device=path.device) * self.speculative_num_draft_tokens + result.accept_lens - 1
         return self._next_input(result.next_draft_input.bonus_tokens, result.logits_output.hidden_states[newest])

@@ -1,0 +1,67 @@
+"""The comparison of engines: equal prompts, rows for what ran and for what failed, and skipped engines by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engine_runs, engines
+from longspec.errors import UserError
+
+
+def run_of(**changes: object) -> engine_runs.Run:
+    prompts = {"chat": [[1, 2], [3]], "4k": [[4, 5, 6]]}
+    settings = dict(engine="ours", method="vanilla", setting="defaults", target="t", draft=None, prompts=prompts)
+    return engine_runs.Run(**(settings | dict(concurrent=[3], tokens=5, dtype="float32", options={}) | changes))  # type: ignore[arg-type]
+
+
+def test_decoding_excludes_the_prompt_and_concurrent_prompts_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which a prompt takes 10 s per token and each new token 1 s."""
+    now = [0.0]
+    batches = []
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        now[0] += 10 * sum(map(len, prompts)) + tokens
+        batches.append(prompts)
+        return [[prompt[0]] * tokens for prompt in prompts]
+
+    monkeypatch.setattr(engine_runs, "perf_counter", lambda: now[0])
+    result = engine_runs.measure(run_of(), generate)
+    assert result["single"] == {"chat": 1.0, "4k": 1.0}
+    assert batches[-1] == [[1, 2], [3], [1, 2]] and result["concurrent"] == {"3": 15 / 55}
+    assert [answer[0] for answer in result["answers"]] == [1, 3, 4, 1, 3, 1]
+
+
+def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
+    result = {"single": {"chat": 1234.4}, "concurrent": {"8": 5.0}}
+    names = {"engine": "sglang", "setting": "defaults"}
+    rows = [
+        {"method": "vanilla", "answers": [[1], [2]]} | names | result,
+        {"method": "glide", "answers": [[1], [3]]} | names | result,
+        {"method": "ngram", "error": "out of memory"} | names,
+    ]
+    engines.count_same(rows)
+    text = engines.table(rows, ["chat"], [8]).splitlines()
+    assert text[3] == "| sglang | glide | defaults | 1,234 | 5 | 1/2 |"
+    assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
+
+
+def test_a_missing_engine_is_named_and_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"ids": [1], "context": "chat"}\n')
+    monkeypatch.setattr(engines, "is_installed", lambda engine, python: engine == "ours")
+    monkeypatch.setattr(engines, "run_alone", lambda run, *_: {"error": f"{run.engine} {run.method}"})
+    monkeypatch.setattr("sys.argv", ["engines", "--target", "t", "--prompts", str(prompts), "--methods", "vanilla"])
+    engines.main()
+    *_, last = lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("vllm: skipped") for line in lines)
+    assert [row["error"] for row in json.loads(last)["rows"]] == ["ours vanilla"]
+
+
+def test_a_prompt_file_without_ids_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(UserError, match="give lines of"):
+        engines.read_prompts(file)
