@@ -114,6 +114,7 @@ def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
     generator = torch.Generator().manual_seed(0)
     tree = GrowingTree(2, TOPK, 4, torch.device("cpu"))
     expanded = [[((), 0.0)] for _ in range(2)]  # path and score of each expanded node
+    numbered: list[list[tuple[int, ...]]] = [[()], [()]]  # the paths of all expanded nodes, by their numbers
     candidates: list[dict[tuple[int, ...], float]] = [{}, {}]
     for level in range(4):
         shape = (2, 1 if level == 0 else TOPK, 50)
@@ -128,6 +129,11 @@ def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
             best = sorted(here, key=here.__getitem__, reverse=True)[:TOPK]
             assert [path[-1] for path in best] == following[row].tolist()
             expanded[row] = [(path, here[path]) for path in best]
+            numbered[row] += best
+            if level < 3:
+                for path, visible in zip(best, tree.visible[row], strict=True):
+                    seen = {numbered[row][node] for node in visible.nonzero()[:, 0].tolist()}
+                    assert seen == {path[:length] for length in range(level + 2)}
     result = tree.candidates(9)
     for row in range(2):
         parents = parents_of(result.parents[row], result.chosen[row], TOPK)
@@ -144,6 +150,8 @@ def test_a_certain_child_ranks_after_its_parent() -> None:
     certain = torch.tensor([0.0, -50.0])
     for nodes in (1, 2, 2):
         tree.grow(certain.expand(1, nodes, 2), torch.arange(2).expand(1, nodes, 2))
+    first = [float(scores[0, 0]) for scores in tree.scores]
+    assert first == sorted(set(first), reverse=True)
     chosen = tree.candidates(4)
     assert parents_of(chosen.parents[0], chosen.chosen[0], 2) == [0, 1, 2]
 
