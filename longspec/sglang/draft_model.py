@@ -43,7 +43,7 @@ def load_layer(path: str, config: PreTrainedConfig, device: torch.device, dtype:
 
 def rotary_table(config: PreTrainedConfig, positions: int, device: torch.device, dtype: torch.dtype) -> Rope:
     """cos and sin [positions, D] of the target's rotary embedding, which all supported families share."""
-    rotary = LlamaRotaryEmbedding(config).to(device)
+    rotary = LlamaRotaryEmbedding(config).to(device)  # type: ignore[arg-type]  # that of every family
     like = torch.empty(0, device=device, dtype=dtype)
     cos, sin = rotary(like, torch.arange(positions, device=device)[None])
     return cos[0], sin[0]

@@ -33,7 +33,7 @@ class Drafter:
         tree = GrowingTree(len(roots), self.topk, steps, roots.device)
         window = RoundWindow(self.cache, requests, lengths, expanded_nodes(self.topk, steps))
         attention = self.prefix.plan(requests, lengths)
-        cross_attends = [partial(attention, layer=layer) for layer in self.model.layers]
+        cross_attends = [partial(attention, layer) for layer in self.model.layers]
         columns = self.model.columns(requests)
         feature = self.model.feature(hidden)
         tokens = roots[:, None]

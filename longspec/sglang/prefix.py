@@ -38,10 +38,10 @@ class PrefixAttention:
         # The sum of all prefixes can exceed the pool, because requests share slots.
         self.indices = torch.zeros(requests * req_to_token.shape[1], dtype=torch.int64, device=device)
 
-    def plan(self, requests: Tensor, lengths: Tensor) -> Callable[[Tensor, int], Tensor]:
+    def plan(self, requests: Tensor, lengths: Tensor) -> Callable[[int, Tensor], Tensor]:
         """List the slots of each request's prefix. requests, lengths: LongTensor [B].
 
-        Returns the attention function: (q [B, H, n, D], number of the target's layer) -> [B, H, n, D].
+        Returns the attention function: (number of the target's layer, q [B, H, n, D]) -> [B, H, n, D].
         """
         batch = len(requests)
         starts = self.starts[: batch + 1]
@@ -50,9 +50,9 @@ class PrefixAttention:
             self.req_to_token, requests, lengths, starts, None, self.indices, self.req_to_token.stride(0)
         )
         splits = torch.full((batch,), kv_splits(batch), dtype=torch.int32, device=lengths.device)
-        return lambda q, layer: self._attend(q, layer, starts, splits)
+        return lambda layer, q: self._attend(layer, q, starts, splits)
 
-    def _attend(self, q: Tensor, layer: int, starts: Tensor, splits: Tensor) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, starts: Tensor, splits: Tensor) -> Tensor:
         keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
         batch, heads, nodes, width = q.shape
         kv_heads = keys.shape[1]

@@ -101,8 +101,10 @@ class GlideWorker(EAGLEWorkerV2):
         )
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
 
-    def _propose(self, roots: Tensor, **rows: Tensor) -> tuple[Tensor, ...]:
-        return self.drafter.propose(*self.sizes.of(len(roots)), roots, **rows)
+    def _propose(
+        self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        return self.drafter.propose(*self.sizes.of(len(roots)), roots, requests, lengths, hidden)
 
     def _store(self, **rows: Tensor) -> tuple[Tensor, ...]:
         self.drafter.store_accepted(**rows)

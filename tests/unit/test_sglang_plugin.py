@@ -13,7 +13,7 @@ from sglang_kernels import KERNELS, Pool, parents_of
 
 from longspec.errors import UserError
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.engine import Engine
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
@@ -39,7 +39,7 @@ def save_draft(pair: GlideMixin, folder: Path) -> Path:
     return folder
 
 
-def served(pair: GlideMixin, draft: Path, engine: Engine, prompts: torch.Tensor) -> Drafter:
+def served(pair: GlideMixin, draft: Path, engine: StaticBatch, prompts: torch.Tensor) -> Drafter:
     """The plugin's drafter on a paged copy of the engine's target cache, in slots without order."""
     layers, batch, _, capacity, _ = engine.cache.keys.shape
     order = torch.randperm(batch * capacity, generator=torch.Generator().manual_seed(5)).view(batch, capacity)
@@ -74,7 +74,7 @@ def test_each_level_has_the_logits_of_our_own_draft(
     prompts = torch.randint(0, 61, (2, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
     runner, own = Runner(pair), sampler(0.0, 2)
     tree = TreeDrafter(runner, 2, (TOPK,) * STEPS, own.drafting(), "descend")
-    engine = Engine(runner, tree, own, prompts, LENGTHS, max_new_tokens=8)
+    engine = StaticBatch(runner, tree, own, prompts, LENGTHS, max_new_tokens=8)
     engine.prefill()
     drafter = served(pair, draft, engine, prompts)
 
