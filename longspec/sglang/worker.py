@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,7 +194,7 @@ class GlideWorker(EAGLEWorkerV2):
         positions = positions.to(self.device, non_blocking=True)
         self.drafter.store(batch.input_ids.long(), positions, batch.out_cache_loc)
         for request in batch.reqs:
-            self.model.note_prompt(request.req_pool_idx, [*request.origin_input_ids, *request.output_ids])
+            self.model.note_prompt(request.req_pool_idx, chain(request.origin_input_ids, request.output_ids))
         hidden = select_last_extend_hidden(batch, result.logits_output.hidden_states)
         return self._next_input(result.next_token_ids, hidden)
 
