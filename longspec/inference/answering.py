@@ -100,7 +100,7 @@ def answer_all(
 
 
 def _with_rows(stats: GenerationStats, figures: Sequence[GenerationStats]) -> GenerationStats:
-    """stats: of all requests; figures: of each."""
+    """`stats` with the rounds and the time to first token of each request. figures: one per request."""
     return replace(stats, row_rounds=[own.rounds for own in figures], row_ttft_s=[own.ttft_s for own in figures])
 
 
@@ -117,7 +117,7 @@ class _Run:
         word: str,
     ) -> None:
         """own: the numbers of those of the requests that this engine answers, in order. figures: takes the counts and
-        times of each request. word: for a request."""
+        times of each request. word: what error messages call a request."""
         self.engine = engine
         self.own = own
         self.requests = requests

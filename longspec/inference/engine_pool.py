@@ -37,7 +37,7 @@ _idle: WeakKeyDictionary[GlideMixin, list[Batch]] = WeakKeyDictionary()
 
 
 class Pooled(NamedTuple):
-    """What a batch is chosen by."""
+    """The key and the size of a pooled batch."""
 
     kind: Hashable
     room: int

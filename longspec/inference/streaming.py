@@ -1,4 +1,4 @@
-"""Streamers: what they receive, and the end, which their readers wait for."""
+"""Streamers receive tokens as they are decoded, and are ended once, because their readers wait for the end."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def warn_of_few_steps(steps: int) -> None:
     """Log a warning if a fresh draft trains for so few steps that it is rarely of use."""
     if steps < FEW_STEPS:
         logger.warning(
-            "%d steps are few: with less than %d a fresh draft is rarely faster than prompt lookup; give it more data, "
+            "%d steps are few: a fresh draft with less than %d is rarely faster than prompt lookup; use more data, "
             "or train with the configuration your-model, which derives the steps from the data",
             steps,
             FEW_STEPS,

@@ -111,7 +111,7 @@ def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
 def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The window is left behind while other plans play, and filled again before the next tree."""
+    """Other plans do not fill the draft's window; it is filled again before the next tree."""
     model = make_pair(tmp_path, options=DraftOptions(window=16), initializer_range=0.1)
     ids, _, (row,) = prompts(40)
     play = Batch.play

@@ -259,12 +259,11 @@ class Batch(BatchRows):
 
     def refill_draft(self, rows: Sequence[int]) -> None:
         """Fill the draft's window in rows that played plans without the draft."""
-        if len(rows) > 1:
-            self.drafter.refill(self.cache.lengths)  # which changes nothing in the others
-            return
-        for row in rows:
-            part = slice(row, row + 1)
+        if len(rows) == 1:
+            part = slice(rows[0], rows[0] + 1)
             self._drafter(part, self._sampler(self.kinds[0], part)).refill(self.cache.lengths[part])
+        else:
+            self.drafter.refill(self.cache.lengths)  # which changes nothing in the others
 
     def retire(self) -> None:
         """Keep the batch for a later call of `generate`. All requests must have ended, without a fault."""

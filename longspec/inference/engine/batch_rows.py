@@ -28,8 +28,8 @@ class BatchRows:
     """The state of the draft of all rows."""
 
     def __init__(self, runner: Runner, max_rows: int, capacity: int, penalties: PenaltyKind | None) -> None:
-        """capacity: slots per row of the target's cache. penalties: of the requests, if they are known; others take
-        their memory when the first request has any."""
+        """capacity: slots per row of the target's cache. penalties: those of all requests, if they are known;
+        otherwise memory for them is taken at the first request that has any."""
         self.runner, self.device = runner, runner.device
         self.max_rows, self.capacity = max_rows, capacity
         self.settings = RowSettings.allocate(max_rows, runner.device, penalties)
