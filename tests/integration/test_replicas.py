@@ -149,7 +149,8 @@ def test_a_run_resumes_on_any_number_of_ranks_after_one_was_killed(
 ) -> None:
     """The other rank ends with one line. No sample is lost, and no sample is evaluated twice."""
     out = tmp_path / "out"
-    launch = evaluate(line, out, fault=f"{killed}:1:SIGKILL")
+    # The killed rank has saved its first two samples, as many as a batch has.
+    launch = evaluate(line, out, fault=f"{killed}:2:SIGKILL")
     assert (launch.codes[killed], launch.codes[1 - killed]) == (-9, 1), launch.stderr
     assert len(launch.said) == 1 and re.match(LOST, launch.said[0]), launch.stderr
     saved = on_disk(out)
