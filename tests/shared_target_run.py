@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longspec.errors import UserError
 from longspec.inference import generate as generate_module
+from longspec.inference import process_group
 from longspec.inference.arguments import checked_drafting
 from longspec.inference.engine import intake, request_engine
 from longspec.inference.engine.batch import Batch
@@ -159,6 +160,7 @@ if __name__ == "__main__":
     work, ranks, families = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     request_engine.make_runner = choose_runner
     intake.PREFILL_TOKENS = 15  # several chunks
+    process_group.MESSAGE_BYTES, process_group.MOST_SENT = 300, 2  # long messages, and rank 0 waits
     alone: dict[str, Any] = {}
     if launched_rank() == 0:
         alone = outcomes(work, families, "target") | sampled(work, families[0], "target")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -93,8 +92,7 @@ def answer_all(
         own = [number for number in waiting if requests[number].longest >= shortest]
         waiting = [number for number in waiting if requests[number].longest < shortest]
         stats.append(_Run(engine, requests, own, listener, figures, "prompt").play(start))
-        del engine
-        gc.collect()  # its memory is free for the next one
+        del engine  # its memory is free for the next one
     pooled = replace(pool(stats), tree_shape=stats[-1].tree_shape, tree_nodes=stats[-1].tree_nodes)
     return _with_rows(pooled, figures)
 

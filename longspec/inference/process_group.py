@@ -1,8 +1,9 @@
 """One target on several processes: starting them, and the calls that all of them make.
 
 Rank 0 runs the command: it alone reads prompts, prints and writes files. The other ranks follow: they repeat rank 0's
-calls with their parts of the target, the one that loads it first. All ranks compute every round; its tokens are
-compared within the round (see `TargetCache.compare_ranks`).
+calls with their parts of the target, the one that loads it first. Rank 0 sends a call and makes its own without waiting
+for the others. All ranks compute every round; its tokens are compared within the round (see
+`TargetCache.compare_ranks`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
-from types import MethodType
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.device import choose_device
@@ -30,6 +33,13 @@ from longspec.ranks.peers import watched
 from longspec.signals import StopSignals
 
 T = TypeVar("T")
+Owner = TypeVar("Owner")
+P = ParamSpec("P")
+
+MESSAGE_BYTES = 1024
+"""Size of a message; the rest of a longer one follows in a second one."""
+MOST_SENT = 16
+"""Most messages that rank 0 is ahead of the other ranks."""
 
 
 class Call(NamedTuple):
@@ -46,6 +56,8 @@ class Call(NamedTuple):
 
 _leads = False
 """Whether other ranks repeat the calls of this process."""
+_sent: deque[tuple[dist.Work, Tensor]] = deque()
+"""Messages of rank 0 that other ranks may not have received."""
 
 
 @contextmanager
@@ -167,11 +179,13 @@ def _lead() -> Iterator[None]:
     try:
         yield
     except UserError:
-        _broadcast(Call(None, {}, failed=True))
+        _send(Call(None, {}, failed=True))
+        _wait_for_others(0)
         raise
     finally:
         _leads = False
-    _broadcast(Call(None, {}))
+    _send(Call(None, {}))
+    _wait_for_others(0)
 
 
 def _follow(stop: StopSignals) -> None:
@@ -180,7 +194,7 @@ def _follow(stop: StopSignals) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model: Any = None
-    while (call := _broadcast(None)).function is not None:
+    while (call := _receive()).function is not None:
         # A signal ends the loading immediately, and other calls when rank 0 ends.
         stop.at_once = call.loads
         with suppress(UserError):  # rank 0 gets the same error
@@ -192,12 +206,36 @@ def _follow(stop: StopSignals) -> None:
         raise SystemExit(2)
 
 
-def _broadcast(call: Call | None) -> Call:
-    """Rank 0's `call`, on every rank."""
-    message = [call]
-    dist.broadcast_object_list(message, group=waiting_group())
-    assert message[0] is not None
-    return message[0]
+def _send(call: Call) -> None:
+    """Send a call to the other ranks, without waiting for them."""
+    data = pickle.dumps(call)
+    head = bytearray(MESSAGE_BYTES)
+    head[:8] = len(data).to_bytes(8, "little")
+    first, rest = data[: MESSAGE_BYTES - 8], data[MESSAGE_BYTES - 8 :]
+    head[8 : 8 + len(first)] = first
+    for part in filter(None, (head, bytearray(rest))):
+        _wait_for_others(MOST_SENT)
+        message = torch.frombuffer(part, dtype=torch.uint8)
+        _sent.append((dist.broadcast(message, 0, waiting_group(), async_op=True), message))
+
+
+def _wait_for_others(most: int) -> None:
+    """Wait until the other ranks have received all messages but `most`."""
+    while _sent and (len(_sent) > most or _sent[0][0].is_completed()):
+        _sent.popleft()[0].wait()
+
+
+def _receive() -> Call:
+    """The next call of rank 0."""
+    head = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+    dist.broadcast(head, 0, waiting_group())
+    data = head.numpy().tobytes()
+    size, data = int.from_bytes(data[:8], "little"), data[8:]
+    if size > len(data):
+        rest = torch.empty(size - len(data), dtype=torch.uint8)
+        dist.broadcast(rest, 0, waiting_group())
+        data += rest.numpy().tobytes()
+    return cast(Call, pickle.loads(data[:size]))  # of this command's own rank 0
 
 
 def same_on_all_ranks(compute: Callable[[], T]) -> T:
@@ -209,43 +247,49 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
     return cast(T, result[0])
 
 
-def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any], names: Collection[str]) -> T:
-    """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of the methods `names`.
+def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:
+    """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of its `repeated` methods.
 
-    Arguments are sent pickled; each rank keeps its own results. `end_calls` ends this.
+    `end_calls` ends this; there is one such object at a time.
     """
     if _leads:
-        _broadcast(Call(_repeat, {"build": build, "arguments": arguments}))
-    built = build(model, **arguments)
-    if _leads:
-        for name in names:
-            setattr(built, name, partial(_send_and_call, MethodType(getattr(type(built), name), built)))
-    return built
+        _send(Call(_repeat, {"build": build, "arguments": arguments}))
+    return build(model, **arguments)
+
+
+def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+    """A method that the ranks which share a target call alike. No such method calls another one.
+
+    Arguments are on the host and sent pickled; each rank keeps its own results.
+    """
+
+    @wraps(method)
+    def call(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
+        if _leads:
+            _send(Call(None, {"name": method.__name__, "arguments": arguments, "named": named}))
+        return method(owner, *arguments, **named)
+
+    return call
 
 
 def end_calls() -> None:
     """The other ranks end the repetition of `repeat_calls`."""
     if _leads:
-        _broadcast(Call(None, {}))
-
-
-def _send_and_call(method: Any, *arguments: Any) -> Any:
-    _broadcast(Call(None, {"name": method.__name__, "arguments": arguments}))
-    return method(*arguments)
+        _send(Call(None, {}))
 
 
 def _repeat(model: Any, build: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """The part of another rank in `repeat_calls`."""
     with torch.no_grad():
         built = build(model, **arguments)
-        while call := _broadcast(None).arguments:
-            getattr(built, call["name"])(*call["arguments"])
+        while call := _receive().arguments:
+            getattr(built, call["name"])(*call["arguments"], **call["named"])
 
 
 def repeat_load(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Let the other ranks call `function`, which returns this rank's part of the pair. No effect without them."""
     if _leads:
-        _broadcast(Call(function, arguments, loads=True))
+        _send(Call(function, arguments, loads=True))
 
 
 def on_every_rank(compute: Callable[[], T]) -> T:

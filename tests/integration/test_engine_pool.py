@@ -201,18 +201,23 @@ def test_idle_engines_go_with_the_model_and_own_no_weights(tmp_path: Path) -> No
     assert weight() is None and cache() is None
 
 
-@pytest.mark.parametrize("method", ["tree", "auto"])
+@pytest.mark.parametrize(("method", "leads"), [("tree", True), ("auto", False)])
 def test_a_released_engine_is_freed_at_once(
-    tmp_path: Path, method: str, built: list[Batch], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, method: str, leads: bool, built: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a garbage collection: the memory is needed for another one."""
+    """Without a garbage collection: the memory is needed for another one. Also on a rank whose calls others repeat."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(process_group, "_leads", leads)
+    monkeypatch.setattr(process_group, "_send", lambda call: None)
     model = make_pair(tmp_path)
     gc.disable()
     try:
         tokens(model, prompt(9), method=method, seed=1, temperature=1.0)
         cache = weakref.ref(built.pop().cache)
         assert engine_pool.release(model) == 1 and cache() is None
+        tokens(model, prompt(9), method=method, batch_size=1)
+        cache = weakref.ref(built.pop().cache)
+        assert cache() is None
     finally:
         gc.enable()
 

@@ -66,7 +66,7 @@ class Session:
         self.waiting.append(Ticket(request, take, time.perf_counter()))
 
     def step(self) -> None:
-        self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self.deliver)
+        self.worker.step(self.waiting, self.deliver)
 
     def deliver(self) -> None:
         outbox, self.worker.outbox = self.worker.outbox, []

@@ -107,7 +107,8 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
 
 @pytest.mark.parametrize("head", [0, 20, 70])
 def test_rows_are_refilled_together(model: GlideMixin, head: int) -> None:
-    """Several idle rows are waited for, so that fewer passes read the same prompts; the answers stay the same.
+    """Several idle rows are waited for, so that fewer passes read the same prompts; the answers stay the same. Rows
+    make room for waiting requests only.
 
     head: tokens that all prompts share.
     """
@@ -117,6 +118,13 @@ def test_rows_are_refilled_together(model: GlideMixin, head: int) -> None:
     counts = []
     for refill in (1, 4):
         engine, passes = engine_with_log(model, 8, refill)
+        engine.batch.sizes, move, waiting = [8], engine.batch.move, []
+
+        def noted(a: int, b: int, length: int, engine: Any = engine, move: Any = move, waiting: Any = waiting) -> None:
+            waiting.append(len(engine.waiting))
+            move(a, b, length)
+
+        engine.batch.move = noted  # type: ignore[method-assign]
         found: list[list[int]] = [[] for _ in requests]
         for request, tokens in zip(requests, found, strict=True):
             engine.add(request, lambda event, tokens=tokens: tokens.extend(getattr(event, "ids", ())))
@@ -124,6 +132,7 @@ def test_rows_are_refilled_together(model: GlideMixin, head: int) -> None:
             pass
         assert found == [target_greedy(model, torch.tensor(r.prompt), r.max_new_tokens) for r in requests]
         counts.append(len(passes))
+        assert bool(waiting) == (refill > 1) and 0 not in waiting
     assert counts[1] < 0.6 * counts[0]
 
 

@@ -26,6 +26,7 @@ from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
 from longspec.inference.methods import Drafting
 from longspec.inference.penalty_rows import served_penalties
+from longspec.inference.process_group import repeated
 from longspec.inference.request import Sampling, joined_penalties
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
@@ -36,11 +37,6 @@ SCORED_BYTES = 2**26
 """Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
-REPEATED = (
-    *("capture", "measure", "play", "read_prompts", "read_scored", "first_tokens", "refill_draft", "assign"),
-    *("end", "clear", "copy_prefix", "move", "retire"),
-)
-"""The methods that the ranks which share a target call alike. Their arguments are on the host."""
 
 
 class Batch(BatchRows):
@@ -92,6 +88,7 @@ class Batch(BatchRows):
         """The smallest size of a round that covers the first `rows` rows."""
         return next(size for size in self.sizes if size >= rows)
 
+    @repeated
     def capture(self, usual: Sampling | None = None) -> None:
         """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty.
 
@@ -117,6 +114,7 @@ class Batch(BatchRows):
                 if self.details or not self.depth:
                     self.rounds(Mode(False, kind, None, self.details), size)
 
+    @repeated
     def measure(self) -> None:
         """Measure the plans of "auto", if this is the method. The cache must be empty."""
         if not self.plans or self.times.by_size:
@@ -193,10 +191,12 @@ class Batch(BatchRows):
     def _sampler(self, kind: SamplingKind, rows: slice) -> Sampler:
         return Sampler(kind, self.settings.narrow(rows)).on(self.runner.backend)
 
+    @repeated
     def play(self, mode: Mode, size: int) -> RoundResult:
         """Play a round of the first `size` rows, one of `sizes`."""
         return self.rounds(mode, size)(self.active[:size])
 
+    @repeated
     def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
         """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
 
@@ -208,6 +208,7 @@ class Batch(BatchRows):
         self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
         return self._last_hidden
 
+    @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
         """Read the next tokens of a row's prompt; `logprobs.scores` of the tokens after each of them, per token.
 
@@ -228,6 +229,7 @@ class Batch(BatchRows):
             lines += found.tolist()
         return lines
 
+    @repeated
     def first_tokens(
         self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind, scored: bool = False
     ) -> Tensor:
@@ -257,6 +259,7 @@ class Batch(BatchRows):
         columns = [tokens[:, None].double(), log_p, cache.faults[:, None].double()]
         return torch.cat([*columns, scores(logits, tokens)] if scored else columns, 1)
 
+    @repeated
     def refill_draft(self, rows: Sequence[int]) -> None:
         """Fill the draft's window in rows that played plans without the draft."""
         if len(rows) == 1:
@@ -265,6 +268,7 @@ class Batch(BatchRows):
         else:
             self.drafter.refill(self.cache.lengths)  # which changes nothing in the others
 
+    @repeated
     def retire(self) -> None:
         """Keep the batch for a later call of `generate`. All requests must have ended, without a fault."""
         give_back(self)

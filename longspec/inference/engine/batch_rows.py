@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.penalty_rows import SERVED_PENALTIES, PenaltyRows
+from longspec.inference.process_group import repeated
 from longspec.inference.request import PenaltyKind, Sampling
 from longspec.inference.row_settings import RowSettings
 from longspec.inference.runner import Runner
@@ -47,6 +48,7 @@ class BatchRows:
         """Rows of tokens, int64, as LongTensor [n, longest] on the device, padded on the right."""
         return upload(pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True), self.device)
 
+    @repeated
     def assign(
         self,
         rows: Sequence[int],
@@ -68,6 +70,7 @@ class BatchRows:
             most = SERVED_PENALTIES[-1]
             self.settings.penalties = PenaltyRows.allocate(self.max_rows, self.capacity, most, self.device)
 
+    @repeated
     def end(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay.
 
@@ -81,16 +84,19 @@ class BatchRows:
         for store in (self.cache.keys, self.cache.values):
             store[:, numbers[:, None], :, slots] = store.new_zeros(())
 
+    @repeated
     def clear(self, row: int) -> None:
         """Zero the keys and values of a row. Masked slots must be finite, and those of a faulty request may be NaN."""
         self.cache.keys[:, row].zero_()
         self.cache.values[:, row].zero_()
 
+    @repeated
     def copy_prefix(self, source: int, row: int, length: int) -> None:
         """Copy the keys and values of the first `length` slots of row `source` to another row."""
         for store in (self.cache.keys, self.cache.values):
             store[:, row, :, :length] = store[:, source, :, :length]
 
+    @repeated
     def move(self, a: int, b: int, length: int) -> None:
         """Move row a, which runs, to row b, which does not run and goes to row a. length: tokens of the longer one."""
         cache, settings = self.cache, self.settings

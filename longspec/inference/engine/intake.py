@@ -6,7 +6,8 @@ import logging
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -69,14 +70,14 @@ class Intake:
         self.held: Ticket | None = None
         """The next request, while another row reads a prefix of its prompt."""
 
-    def read(self, next_ticket: Callable[[], Ticket | None]) -> Iterator[list[Outcome]]:
-        """Give rows to the next requests and read at most `chunk` tokens of their prompts, or all of them.
+    def read(self, waiting: deque[Ticket]) -> Iterator[list[Outcome]]:
+        """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them.
 
         Yields what each pass ends.
         """
         budget = self.chunk
         while budget > 0:
-            self._admit(next_ticket)
+            self._admit(waiting)
             if not self.reading:
                 return
             rows = self._next_rows(budget)
@@ -118,16 +119,14 @@ class Intake:
                     row.job.trace = self.controller.new_trace()
         return [Outcome(rows[0], failure=failure)] if len(rows) == 1 else []
 
-    def _admit(self, next_ticket: Callable[[], Ticket | None]) -> None:
-        """Give rows to the next requests, as many as the next passes read."""
+    def _admit(self, waiting: deque[Ticket]) -> None:
+        """Give rows to the waiting requests, as many as the next passes read."""
         if not self.is_due():
             return
         unread = sum(row.unread for row in self.reading)
         admitted: list[Row] = []
-        while self.rows.idle and unread < self.chunk:
-            ticket, self.held = self.held or next_ticket(), None
-            if ticket is None:
-                break
+        while self.rows.idle and unread < self.chunk and (self.held or waiting):
+            ticket, self.held = self.held or waiting.popleft(), None
             prompt = np.array(ticket.request.prompt, dtype=np.int64)
             if not self.reads_all and self._is_read(prompt):
                 self.held = ticket

@@ -27,7 +27,7 @@ from longspec.inference.engine.admission import (
     row_capacity,
     slots_for,
 )
-from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, REPEATED, Batch, new_drafter
+from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
 from longspec.inference.engine.kernel_key import kernel_key
 from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.worker import Worker
@@ -84,7 +84,7 @@ class RequestEngine:
         """Raises UserError if the memory does not suffice."""
         self.model = model
         self.settings = settings
-        self.batch = repeat_calls(_build, model, {"settings": settings}, REPEATED)
+        self.batch = repeat_calls(_build, model, {"settings": settings})
         chunk = None if settings.together else settings.prefill_chunk
         self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows))
         self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
@@ -127,7 +127,7 @@ class RequestEngine:
             for ticket in [ticket for ticket in list(self.waiting) if ticket.cancelled]:
                 self.waiting.remove(ticket)
                 self.worker.refuse(ticket, "cancelled")
-            self.worker.step(lambda: self.waiting.popleft() if self.waiting else None, self._deliver)
+            self.worker.step(self.waiting, self._deliver)
         return bool(self.open)
 
     def close(self, keeps: bool = False) -> None:

@@ -59,10 +59,11 @@ class Worker:
             self.controller = Controller(batch.plans, batch.times, batch.times.refill)
         self.intake = Intake(batch, self.rows, self.counts, self.outbox, prefill_chunk, self.controller, refill)
 
-    def step(self, next_ticket: Callable[[], Ticket | None], deliver: Callable[[], None]) -> None:
+    def step(self, waiting: deque[Ticket], deliver: Callable[[], None]) -> None:
         """Read one chunk of prompts, then play one round.
 
-        `deliver` sends the outbox: before the round if a prompt ended, and while the device works on the round.
+        waiting: requests without a row, which get the next idle ones. deliver: sends the outbox, before the round if a
+        prompt ended, and while the device works on the round.
         """
         for row in self.rows.busy():
             self._end_if_unwanted(row)
@@ -73,10 +74,10 @@ class Worker:
             self.refuse(held, "cancelled")
         events = len(self.outbox)
         start = time.perf_counter()
-        if self.intake.refill > 1 and self.intake.is_due():
+        if self.intake.refill > 1 and self.intake.is_due() and min(len(waiting), len(self.rows.idle)) > 1:
             running = self.rows.running()
             self._move_together(running, len(running))  # idle rows next to each other are read in one pass
-        for outcomes in self.intake.read(next_ticket):
+        for outcomes in self.intake.read(waiting):
             for outcome in outcomes:
                 self._begin(outcome)
             self._take_out()
