@@ -46,9 +46,10 @@ class Run:
 
 
 def ours(run: Run) -> Generate:
+    from longspec.cli.options import PairOptions
     from longspec.cli.pair import SamplingOptions, open_pair
 
-    pair = open_pair(run.target, run.draft, run.method, run.dtype, **run.options)
+    pair = open_pair(PairOptions(run.target, run.draft, **{"dtype": run.dtype} | run.options), run.method)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=len(prompts))

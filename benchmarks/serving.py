@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.http_load import Client, soak
+from longspec.cli.options import PairOptions
 from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
 
@@ -181,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
 @reports_user_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    pair = open_pair(args.model, args.draft, args.method, args.dtype, args.device, applied=())
+    pair = open_pair(PairOptions(args.model, args.draft, args.device, args.dtype), args.method, applied=())
     load = make_load(args.text.read_text(), pair.tokenizer, args.shortest, args.longest, args.rows, args.tokens)
     base = measure_generate(pair, load)
     machine = torch.cuda.get_device_name(pair.model.device) if pair.model.device.type == "cuda" else "cpu"

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
-from longspec.cli.options import (
-    MODEL_HELP,
-    OUTPUT,
-    PROMPTS,
-    SAMPLING,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    ModelOption,
-    TemperatureOption,
-    TemplateOption,
-    loading,
-    with_token_options,
-)
-from longspec.models.packaged_targets import SMOLLM2
+from longspec.cli.options import OUTPUT, PROMPTS, SAMPLING, PairArgument, PairOptions, command, loading, option
 
 DEFAULT_PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
@@ -37,37 +23,20 @@ DEFAULT_PROMPTS = (
 """A story, a calculation, code, and text that repeats its prompt."""
 
 
-@with_token_options("none")
+@dataclass(frozen=True)
+class BenchOptions:
+    prompts: str | None = option(
+        None, "File with prompts, .txt or .jsonl.", PROMPTS, show_default="four built-in prompts"
+    )
+    max_new_tokens: int = option(128, "Length of each answer.", SAMPLING, min=2)
+    temperature: float = option(0.0, "0 is greedy.", SAMPLING, min=0.0)
+    png: Path | None = option(None, "Picture to write.", OUTPUT, show_default="bench.png with matplotlib")
+    measure_again: bool = option(False, "Forget the measured times of rounds, from which auto chooses.")
+
+
+@command("none")
 def bench(
-    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            "--prompts",
-            help="File with prompts, .txt or .jsonl.",
-            show_default="four built-in prompts",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    chat_template_kwargs: TemplateOption = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max_new_tokens", min=2, help="Length of each answer.", rich_help_panel=SAMPLING)
-    ] = 128,
-    temperature: TemperatureOption = 0.0,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png", help="Picture to write.", show_default="bench.png with matplotlib", rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    measure_again: Annotated[
-        bool, typer.Option("--measure_again", help="Forget the measured times of rounds, from which auto chooses.")
-    ] = False,
-    token_options: Mapping[str, Any] = {},
+    source: PairOptions, options: BenchOptions, token_options: Mapping[str, Any], pair: PairArgument = None
 ) -> None:
     """Compare vanilla, lookup, tree and auto: a table, a picture, and a JSON line on stdout.
 
@@ -83,19 +52,19 @@ def bench(
 
     # The default picture is left out without matplotlib.
     has_matplotlib = find_spec("matplotlib") is not None
-    if png is not None and not has_matplotlib:
+    if options.png is not None and not has_matplotlib:
         raise UserError("--png: matplotlib is not installed; run: pip install matplotlib")
-    picture = png or (Path("bench.png") if has_matplotlib else None)
+    picture = options.png or (Path("bench.png") if has_matplotlib else None)
     check_folder(picture, "--png")
-    name = choose_model(pair, model)
-    sampling = SamplingOptions(max_new_tokens, temperature, token_options=token_options)
-    if prompts is not None and not Path(prompts).is_file():
-        raise UserError(f"--prompts {prompts}: no such file")
-    asked = read_prompts([prompts] if prompts is not None else DEFAULT_PROMPTS)
+    name = choose_model(pair, source.model)
+    sampling = SamplingOptions(options.max_new_tokens, options.temperature, token_options=token_options)
+    if options.prompts is not None and not Path(options.prompts).is_file():
+        raise UserError(f"--prompts {options.prompts}: no such file")
+    asked = read_prompts(DEFAULT_PROMPTS if options.prompts is None else [options.prompts])
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
     with loading(name):
-        loaded = open_pair(name, draft, "vanilla", dtype, device, chat_template_kwargs, applied=())
-    if measure_again:
+        loaded = open_pair(replace(source, model=name), "vanilla", applied=())
+    if options.measure_again:
         forget_times()
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,25 +17,42 @@ from longspec.cli.options import (
     OUTPUT,
     PROMPTS,
     SAMPLING,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    JsonOption,
-    MaxNewTokensOption,
-    MethodOption,
-    ModelOption,
-    TemperatureOption,
-    TemplateOption,
-    TopKOption,
-    TopPOption,
-    TpSizeOption,
+    MethodOptions,
+    PairOptions,
+    ShapeOptions,
+    command,
     loading,
-    with_token_options,
+    option,
 )
 
 
-@with_token_options("that of the target")
+@dataclass(frozen=True)
+class GenerateOptions:
+    chat: bool | None = option(
+        None,
+        "Apply the chat template to plain prompts, or not.",
+        PROMPTS,
+        "--chat/--raw",
+        show_default="--chat for a target with a template",
+    )
+    skip_invalid: bool = option(
+        False, "Leave out prompts that are too long or that the chat template rejects, and count them.", PROMPTS
+    )
+    max_new_tokens: int = option(256, "Largest number of tokens per answer.", SAMPLING, min=1)
+    seed: int = option(0, "Seed of the answers.", SAMPLING, min=0, max=LARGEST_SEED)
+    batch_size: int = option(8, "Number of prompts to answer together.", OUTPUT, min=1)
+    output: Path | None = option(None, "JSONL file; an interrupted run continues in it.", OUTPUT, show_default="stdout")
+    overwrite: bool = option(False, "Replace the output file.", OUTPUT)
+    json_file: Path | None = option(None, "Write a JSON summary to this file; - is stderr.", OUTPUT, "--json")
+
+
+@command()
 def generate(
+    source: PairOptions,
+    method: MethodOptions,
+    shape: ShapeOptions,
+    options: GenerateOptions,
+    token_options: Mapping[str, Any],
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
@@ -41,54 +60,6 @@ def generate(
             show_default="stdin",
         ),
     ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Apply the chat template to plain prompts, or not.",
-            show_default="--chat for a target with a template",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    tp_size: TpSizeOption = 1,
-    skip_invalid: Annotated[
-        bool,
-        typer.Option(
-            "--skip_invalid",
-            help="Leave out prompts that are too long or that the chat template rejects, and count them.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = False,
-    chat_template_kwargs: TemplateOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    max_new_tokens: MaxNewTokensOption = 256,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the answers.", rich_help_panel=SAMPLING)
-    ] = 0,
-    batch_size: Annotated[
-        int, typer.Option("--batch_size", min=1, help="Number of prompts to answer together.", rich_help_panel=OUTPUT)
-    ] = 8,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            help="JSONL file; an interrupted run continues in it.",
-            show_default="stdout",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output file.", rich_help_panel=OUTPUT)
-    ] = False,
-    json_file: JsonOption = None,
-    token_options: Mapping[str, Any] = {},
 ) -> None:
     """Answer prompts, and write one JSON line per prompt in the same order; a terminal shows the texts.
 
@@ -105,12 +76,13 @@ def generate(
     from longspec.signals import StopSignals
 
     with StopSignals(at_once=True) as stop, ExitStack() as stack:
-        stack.enter_context(shared_target(tp_size, device, stop))
-        replicas = stack.enter_context(joined_replicas(tp_size))
+        stack.enter_context(shared_target(method.tp_size, source.device, stop))
+        replicas = stack.enter_context(joined_replicas(method.tp_size))
+        output = options.output
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
-            check_folder(json_file, "--json")
-            sampling = SamplingOptions(max_new_tokens, temperature, top_p, top_k, token_options=token_options)
+            check_folder(options.json_file, "--json")
+            sampling = SamplingOptions(options.max_new_tokens, **vars(shape), token_options=token_options)
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])
@@ -119,21 +91,24 @@ def generate(
             return asked, sampling
 
         def load() -> PromptRun:
+            own = replace(source, device=replicas.device(source.device))
             # A seed gives the same answers after an interruption, and on any number of ranks.
-            repeats = temperature > 0
-            with loading(model):
-                pair = open_pair(model, draft, method, dtype, replicas.device(device), chat_template_kwargs, repeats)
+            with loading(own.model):
+                pair = open_pair(own, method.method, repeats=sampling.temperature > 0)
             has_template = pair.chat_format != "plain"
-            if chat and not has_template:
+            if options.chat and not has_template:
                 raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
             if any(not isinstance(prompt.content, str) for prompt in asked):
                 note_plain_format(pair)
-            uses_template = has_template if chat is None else chat
-            return PromptRun(pair, asked, sampling, batch_size, seed, uses_template, skip_invalid)
+            uses_template = has_template if options.chat is None else options.chat
+            return PromptRun(
+                pair, asked, sampling, options.batch_size, options.seed, uses_template, options.skip_invalid
+            )
 
         # Only rank 0 reads stdin. It locks the output before the weights are loaded.
         asked, sampling = replicas.from_rank_zero(read)
         run = replicas.together(load)
         if run.problems and replicas.rank == 0:
             print(run.note, file=sys.stderr)
-        answer_prompts(run, output, overwrite, stop, replicas, lambda summary: write_summary(summary, json_file))
+        report = partial(write_summary, path=options.json_file)
+        answer_prompts(run, output, options.overwrite, stop, replicas, report)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
@@ -29,161 +29,119 @@ SAMPLING = "Sampling"
 PROMPTS = "Prompts"
 DRAFTING = "Drafting"
 OUTPUT = "Output"
+OF_TARGET: dict[str, Any] = {"min": 0.0, "max": 1.0, "show_default": "that of the target"}
 MODEL_HELP = "Pair by name, hub id, folder or .gguf file."
 
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help=MODEL_HELP, show_default=SMOLLM2, rich_help_panel=PAIR)
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        help="Draft of the target: .pth file, folder or hub id.",
-        show_default="that of the pair",
-        rich_help_panel=PAIR,
-    ),
-]
-MethodOption = Annotated[
-    Method | None,
-    typer.Option(
-        "--method",
-        help="How tokens are proposed.",
-        show_default="auto",
-        rich_help_panel=PAIR,
-    ),
-]
-TemplateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--chat_template_kwargs",
-        help='Variables of the chat template, as JSON: {"enable_thinking": false}.',
-        show_default="none",
-        rich_help_panel=PROMPTS,
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option("--device", help="cpu, cuda or cuda:N.", show_default="cuda if present", rich_help_panel=PAIR),
-]
-DtypeOption = Annotated[
-    Dtype,
-    typer.Option("--dtype", help="auto: that of the weights; float32 on a CPU.", rich_help_panel=PAIR),
-]
-TpSizeOption = Annotated[
-    int,
-    typer.Option(
-        "--tp_size", min=1, help="Number of ranks that share the target, started by torchrun.", rich_help_panel=PAIR
-    ),
-]
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", min=0.0, help="0 is greedy.", rich_help_panel=SAMPLING)
-]
-TopPOption = Annotated[
-    float, typer.Option("--top_p", min=0.0, max=1.0, help="Nucleus mass; 1 keeps all tokens.", rich_help_panel=SAMPLING)
-]
-TopKOption = Annotated[int, typer.Option("--top_k", min=0, help="0 keeps all tokens.", rich_help_panel=SAMPLING)]
-MaxNewTokensOption = Annotated[
-    int, typer.Option("--max_new_tokens", min=1, help="Largest number of tokens per answer.", rich_help_panel=SAMPLING)
-]
-MinPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min_p",
-        min=0.0,
-        max=1.0,
-        help="Leave out tokens below this share of the highest probability.",
-        show_default="that of the target",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TypicalPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--typical_p",
-        min=0.0,
-        max=1.0,
-        help="Mass of typical tokens; 1 keeps all tokens.",
-        show_default="that of the target",
-        rich_help_panel=SAMPLING,
-    ),
-]
-EpsilonOption = Annotated[
-    float | None,
-    typer.Option(
-        "--epsilon_cutoff",
-        min=0.0,
-        max=1.0,
-        help="Leave out tokens of lower probability.",
-        show_default="that of the target",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TreeShapeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tree_shape", help="Nodes per level, as in 4,16,16.", show_default="4,16,16,16,16", rich_help_panel=DRAFTING
-    ),
-]
-TreeRuleOption = Annotated[
-    TreeRule,
-    typer.Option("--tree_rule", help="How a tree is accepted above temperature 0.", rich_help_panel=DRAFTING),
-]
-TreeNodesOption = Annotated[
-    int | None,
-    typer.Option("--tree_nodes", help="Verify this many nodes.", show_default="all", rich_help_panel=DRAFTING),
-]
-LookupBranchesOption = Annotated[
-    bool,
-    typer.Option(
-        "--lookup_branches", help="Add continuations that the context already holds.", rich_help_panel=DRAFTING
-    ),
-]
-GammaOption = Annotated[
-    int,
-    typer.Option("--gamma", min=1, help="Length of the chain (seq, magicdec, lookup).", rich_help_panel=DRAFTING),
-]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write a JSON summary to this file; - is stderr.", rich_help_panel=OUTPUT),
-]
+PairArgument = Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)]
 
 
-def with_token_options(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of commands: their argument `token_options` has those of COMMAND_OPTIONS that are given.
+def option(default: Any, help: str, panel: str | None = None, flag: str | None = None, **settings: Any) -> Any:
+    """A field of a group of options. flag: None for its name. settings: those of `typer.Option`."""
+    return field(default=default, metadata={"flag": flag, "help": help, "rich_help_panel": panel, **settings})
 
-    default: how the help names the value of an option that is not given.
+
+@dataclass(frozen=True)
+class PairOptions:
+    """What a command loads."""
+
+    model: str | None = option(None, MODEL_HELP, PAIR, show_default=SMOLLM2)
+    draft: str | None = option(
+        None, "Draft of the target: .pth file, folder or hub id.", PAIR, show_default="that of the pair"
+    )
+    device: str | None = option(None, "cpu, cuda or cuda:N.", PAIR, show_default="cuda if present")
+    dtype: Dtype = option("auto", "auto: that of the weights; float32 on a CPU.", PAIR)
+    chat_template_kwargs: str | None = option(
+        None, 'Variables of the chat template, as JSON: {"enable_thinking": false}.', PROMPTS, show_default="none"
+    )
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    method: Method | None = option(None, "How tokens are proposed.", PAIR, show_default="auto")
+    tp_size: int = option(1, "Number of ranks that share the target, started by torchrun.", PAIR, min=1)
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """The sampling options that have the same default for all targets."""
+
+    temperature: float = option(0.0, "0 is greedy.", SAMPLING, min=0.0)
+    top_p: float = option(1.0, "Nucleus mass; 1 keeps all tokens.", SAMPLING, min=0.0, max=1.0)
+    top_k: int = option(0, "0 keeps all tokens.", SAMPLING, min=0)
+
+
+@dataclass(frozen=True)
+class FilterOptions:
+    min_p: float | None = option(
+        None, "Leave out tokens below this share of the highest probability.", SAMPLING, **OF_TARGET
+    )
+    typical_p: float | None = option(None, "Mass of typical tokens; 1 keeps all tokens.", SAMPLING, **OF_TARGET)
+    epsilon_cutoff: float | None = option(None, "Leave out tokens of lower probability.", SAMPLING, **OF_TARGET)
+
+
+@dataclass(frozen=True)
+class DraftingOptions:
+    tree_shape: str | None = option(None, "Nodes per level, as in 4,16,16.", DRAFTING, show_default="4,16,16,16,16")
+    tree_rule: TreeRule = option("reject", "How a tree is accepted above temperature 0.", DRAFTING)
+    tree_nodes: int | None = option(None, "Verify this many nodes.", DRAFTING, show_default="all")
+    lookup_branches: bool = option(False, "Add continuations that the context already holds.", DRAFTING)
+    gamma: int = option(4, "Length of the chain (seq, magicdec, lookup).", DRAFTING, min=1)
+
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape."""
+        options = {name: value for name, value in vars(self).items() if name != "tree_shape"}
+        if self.tree_shape is not None:
+            widths = self.tree_shape.replace(",", " ").split()
+            if not widths or not all(width.isdecimal() for width in widths):
+                raise UserError(f"--tree_shape: {self.tree_shape!r}; give the nodes of each level, as in 4,16,16")
+            options["tree_shape"] = tuple(map(int, widths))
+        return options
+
+
+def command(unset: str = "that of the target") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands, of which each parameter that is a group of options becomes an option per field.
+
+    A parameter `token_options` takes those of COMMAND_OPTIONS that are given; the help calls the others `unset`.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**arguments: Any) -> None:
-            own = {name: arguments.pop(name) for name in COMMAND_OPTIONS}
-            command(**arguments, token_options=given_options(own))
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)
+        groups: dict[str, Any] = {name: own.annotation for name, own in signature.parameters.items()}
+        groups = {name: group for name, group in groups.items() if is_dataclass(group)}
+        has_token_options = "token_options" in signature.parameters
 
-        signature = inspect.signature(command, eval_str=True)
-        others = [parameter for name, parameter in signature.parameters.items() if name != "token_options"]
-        for name, (kind, text) in COMMAND_OPTIONS.items():
-            option = typer.Option(f"--{name}", help=text, show_default=default, rich_help_panel=SAMPLING)
-            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
-            others.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        @wraps(function)
+        def run(**arguments: Any) -> None:
+            for name, group in groups.items():
+                given = [own for own in get_type_hints(group) if own in arguments]
+                arguments[name] = group(**{own: arguments.pop(own) for own in given})
+            if has_token_options:
+                arguments["token_options"] = given_options(
+                    {name: arguments.pop(name, None) for name in COMMAND_OPTIONS}
+                )
+            function(**arguments)
+
+        plain = [own for name, own in signature.parameters.items() if name not in {*groups, "token_options"}]
+        options = [parameter for group in groups.values() for parameter in _parameters(group)]
+        for name, (kind, text) in COMMAND_OPTIONS.items() if has_token_options else ():
+            own = option(None, text, SAMPLING, show_default=unset)
+            options.append(_parameter(name, kind | None, own))  # type: ignore[operator]
+        run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-def drafting_options(
-    tree_shape: str | None, tree_rule: str, tree_nodes: int | None, lookup_branches: bool, gamma: int
-) -> dict[str, Any]:
-    """These options as arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape."""
-    options: dict[str, Any] = {"tree_rule": tree_rule, "tree_nodes": tree_nodes, "gamma": gamma}
-    options["lookup_branches"] = lookup_branches
-    if tree_shape is not None:
-        widths = tree_shape.replace(",", " ").split()
-        if not widths or not all(width.isdecimal() for width in widths):
-            raise UserError(f"--tree_shape: {tree_shape!r}; give the nodes of each level, as in 4,16,16")
-        options["tree_shape"] = tuple(map(int, widths))
-    return options
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    types = get_type_hints(group)
+    return [_parameter(own.name, types[own.name], own) for own in fields(group)]
+
+
+def _parameter(name: str, kind: Any, own: Any) -> inspect.Parameter:
+    """own: a field that `option` made."""
+    settings = dict(own.metadata)
+    annotation = Annotated[kind, typer.Option(settings.pop("flag") or f"--{name}", **settings)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own.default, annotation=annotation)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 
+from longspec.cli.options import PairOptions
 from longspec.data.aligners import Turn
 from longspec.data.prompts import conversation_text
 from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
@@ -70,7 +71,7 @@ class LoadedPair:
     stop_ids: list[int]
     """The tokens that end an answer."""
     drafting: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `longspec.generate` in addition to the method; see `cli.options.drafting_options`."""
+    """Arguments of `longspec.generate` in addition to the method; see `DraftingOptions.arguments`."""
     applied: Collection[str] = FILE_OPTIONS
     """The options whose defaults are those of the target's generation config."""
 
@@ -130,26 +131,23 @@ class LoadedPair:
 
 
 def open_pair(
-    name: str | None,
-    draft: str | None,
+    source: PairOptions,
     method: str | None,
-    dtype: str = "auto",
-    device: str | None = None,
-    chat_template_kwargs: str | None = None,
     repeats: bool = False,
     applied: Collection[str] | None = FILE_OPTIONS,
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
     method: None is auto, or tree if `repeats` is set. A pair without a trained draft goes without trees, and a note on
-    stderr says so. chat_template_kwargs: a JSON object. repeats: whether sampled
-    answers must not depend on measured times, as auto's do. applied: the options of the target's generation config that
-    the command applies; a note names the others that would change answers. None if it ignores the config on request.
-    Raises UserError.
+    stderr says so. repeats: whether sampled answers must not depend on measured times, as auto's do. applied: the
+    options of the target's generation config that the command applies; a note names the others that would change
+    answers. None if it ignores the config on request. Raises UserError.
     """
-    name = name or SMOLLM2
+    name = source.model or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = load_pair(name, draft, dtype, device, chat_template_kwargs=chat_template_kwargs)
+    model, tokenizer = load_pair(
+        name, source.draft, source.dtype, source.device, chat_template_kwargs=source.chat_template_kwargs
+    )
     if method in GLIDE_METHODS and not model.draft_is_trained:
         raise UserError(f"--method {method}: needs a trained draft of {name}; give its --draft, or --method lookup")
     if method is None:

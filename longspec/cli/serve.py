@@ -6,27 +6,10 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
-from longspec.cli.options import (
-    MODEL_HELP,
-    DeviceOption,
-    DraftOption,
-    DtypeOption,
-    GammaOption,
-    LookupBranchesOption,
-    MethodOption,
-    ModelOption,
-    TemplateOption,
-    TpSizeOption,
-    TreeNodesOption,
-    TreeRuleOption,
-    TreeShapeOption,
-    drafting_options,
-)
-from longspec.models.packaged_targets import SMOLLM2
+from longspec.cli.options import DraftingOptions, MethodOptions, PairArgument, PairOptions, command, option
 
 if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
@@ -37,70 +20,35 @@ ROWS, ROWS_ON_CPU = 16, 4
 """Default number of rows. Each reserves memory for the whole context, and a CPU gains little from more."""
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    host: str = option("127.0.0.1", "Address to listen on; others than loopback need a key.", NETWORK)
+    port: int = option(8000, "0 takes a free port.", NETWORK, min=0, max=65535)
+    api_key: str | None = option(
+        None,
+        "Key that clients must send. The environment variable hides it from the list of processes.",
+        NETWORK,
+        envvar="LONGSPEC_API_KEY",
+    )
+    served_name: str | None = option(None, "Model id for clients.", NETWORK, show_default="name of the pair")
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "Sampling settings of requests that name none: auto, the target's; none, temperature 1.", LIMITS
+    )
+    max_rows: int | None = option(
+        None, "Requests that are decoded together.", LIMITS, min=1, show_default=f"{ROWS}; {ROWS_ON_CPU} on a CPU"
+    )
+    max_queue: int = option(256, "Waiting requests; further ones get 429.", LIMITS, min=1)
+    max_seconds: float = option(600, "Longest time of a request.", LIMITS, min=1)
+    drain_seconds: int = option(60, "Time for running requests after SIGTERM.", LIMITS, min=0)
+
+
+@command()
 def serve(
-    pair: Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=SMOLLM2)] = None,
-    model: ModelOption = None,
-    draft: DraftOption = None,
-    method: MethodOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    tp_size: TpSizeOption = 1,
-    chat_template_kwargs: TemplateOption = None,
-    tree_shape: TreeShapeOption = None,
-    tree_rule: TreeRuleOption = "reject",
-    tree_nodes: TreeNodesOption = None,
-    lookup_branches: LookupBranchesOption = False,
-    gamma: GammaOption = 4,
-    host: Annotated[
-        str,
-        typer.Option("--host", help="Address to listen on; others than loopback need a key.", rich_help_panel=NETWORK),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="0 takes a free port.", rich_help_panel=NETWORK)
-    ] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api_key",
-            envvar="LONGSPEC_API_KEY",
-            help="Key that clients must send. The environment variable hides it from the list of processes.",
-            rich_help_panel=NETWORK,
-        ),
-    ] = None,
-    served_name: Annotated[
-        str | None,
-        typer.Option(
-            "--served_name", help="Model id for clients.", show_default="name of the pair", rich_help_panel=NETWORK
-        ),
-    ] = None,
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        typer.Option(
-            "--generation_config",
-            help="Sampling settings of requests that name none: auto, the target's; none, temperature 1.",
-            rich_help_panel=LIMITS,
-        ),
-    ] = "auto",
-    max_rows: Annotated[
-        int | None,
-        typer.Option(
-            "--max_rows",
-            min=1,
-            help="Requests that are decoded together.",
-            show_default=f"{ROWS}; {ROWS_ON_CPU} on a CPU",
-            rich_help_panel=LIMITS,
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option("--max_queue", min=1, help="Waiting requests; further ones get 429.", rich_help_panel=LIMITS)
-    ] = 256,
-    max_seconds: Annotated[
-        float, typer.Option("--max_seconds", min=1, help="Longest time of a request.", rich_help_panel=LIMITS)
-    ] = 600,
-    drain_seconds: Annotated[
-        int,
-        typer.Option("--drain_seconds", min=0, help="Time for running requests after SIGTERM.", rich_help_panel=LIMITS),
-    ] = 60,
+    source: PairOptions,
+    method: MethodOptions,
+    drafting: DraftingOptions,
+    options: ServeOptions,
+    pair: PairArgument = None,
 ) -> None:
     """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
     from longspec.cli.pair import choose_model, note_plain_format, open_pair
@@ -118,25 +66,26 @@ def serve(
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen
 
-    name = choose_model(pair, model)
-    drafting = drafting_options(tree_shape, tree_rule, tree_nodes, lookup_branches, gamma)
+    source = replace(source, model=choose_model(pair, source.model))
+    arguments = drafting.arguments()
     with ExitStack() as stack:
-        stack.enter_context(only_rank_zero(tp_size, device))
+        stack.enter_context(only_rank_zero(method.tp_size, source.device))
         # A port in use is reported before the weights load, and clients that connect meanwhile wait.
-        listening = stack.enter_context(listen(host, port, api_key))
-        applied = FILE_OPTIONS if generation_config == "auto" else None
-        loaded = open_pair(name, draft, method, dtype, device, chat_template_kwargs, applied=applied)
+        listening = stack.enter_context(listen(options.host, options.port, options.api_key))
+        applied = FILE_OPTIONS if options.generation_config == "auto" else None
+        loaded = open_pair(source, method.method, applied=applied)
         note_plain_format(loaded)
         defaults = WITHOUT_CONFIG
-        if generation_config == "auto":
+        if applied is not None:
             defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
-        rows = max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
-        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=max_queue, **drafting)
+        rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
+        queue = options.max_queue
+        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=queue, **arguments)
         served = ServedModel(
-            served_name or loaded.name,
+            options.served_name or loaded.name,
             loaded.method,
             loaded.tokenizer,
-            _encoder(loaded, chat_template_kwargs),
+            _encoder(loaded, source.chat_template_kwargs),
             frozenset(loaded.stop_ids),
             scheduler.longest,
             loaded.model.config.vocab_size,
@@ -148,10 +97,11 @@ def serve(
         try:
             scheduler.start(served.usual)
             # The choices of a request are queued together, so they must fit into an empty queue.
-            limits = Limits(max_seconds=max_seconds, max_choices=min(Limits.max_choices, max_queue))
-            app = build_app(served, scheduler, limits, api_key, allowed_hosts(host, api_key))
+            limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, queue))
+            hosts = allowed_hosts(options.host, options.api_key)
+            app = build_app(served, scheduler, limits, options.api_key, hosts)
             print(f"{served.name} on {loaded.model.device}, method {loaded.method}; {defaults}", file=sys.stderr)
-            http_server(app, drain_seconds).run(sockets=[listening])
+            http_server(app, options.drain_seconds).run(sockets=[listening])
         except NotServing as error:
             raise UserError(f"{loaded.name}: {error}") from error
         finally:

@@ -29,6 +29,7 @@ from longspec.cli import output as console_output
 from longspec.cli import pair as pairs
 from longspec.cli.answers import PromptRun
 from longspec.cli.app import app
+from longspec.cli.options import PairOptions
 from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
 from longspec.errors import UserError
@@ -147,10 +148,10 @@ def test_generate_has_the_targets_penalties_and_bench_only_its_own(target: Path,
     assert set(ids).isdisjoint(tokenizer(answer("--logit_bias", json.dumps(banned)))["input_ids"])
     assert plain[:2] not in answer("--bad_words", json.dumps([plain[:2]]))
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": ids}))
-    pair = pairs.open_pair(str(folder), None, "vanilla")
+    pair = pairs.open_pair(PairOptions(str(folder)), "vanilla")
     first = pair.generate([ids], pairs.SamplingOptions(1)).new_tokens[0]
     assert first not in ids
-    measured = pairs.open_pair(str(folder), None, "vanilla", applied=())
+    measured = pairs.open_pair(PairOptions(str(folder)), "vanilla", applied=())
     own = measured.generate([ids], pairs.SamplingOptions(1)).new_tokens
     assert own == pair.generate([ids], pairs.SamplingOptions(1), suppress_tokens=None).new_tokens
     error = invoke("bench", folder, "--logit_bias", "[]", code=1).exception
@@ -278,7 +279,7 @@ def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monke
 
 
 def opened(target: Path) -> pairs.LoadedPair:
-    return pairs.open_pair(str(target), None, None)
+    return pairs.open_pair(PairOptions(str(target)), None)
 
 
 def said(session: Session, *messages: str) -> str:
@@ -303,7 +304,7 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
-    loaded, sampling = pairs.open_pair(str(target), None, "lookup"), pairs.SamplingOptions(max_new_tokens=40)
+    loaded, sampling = pairs.open_pair(PairOptions(str(target)), "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
     output = said(session, "abcabcabc", "again", "/stats", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))

@@ -13,6 +13,7 @@ from shared_target_run import SMALL_WINDOW
 from test_command import arguments, lines_of, make_target, write_records
 from training_fixtures import launch_environment
 
+from longspec.cli.options import PairOptions
 from longspec.cli.pair import SamplingOptions, open_pair
 from longspec.longbench.command import main
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
@@ -111,7 +112,7 @@ def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
         "longspec/__main__.py", "generate", "x = 1", "y = 22", *options, "--tp_size", "2", folder=tmp_path
     )
     assert code == 0, stderr[-4000:]
-    pair = open_pair(str(target), None, "lookup", device="cpu")
+    pair = open_pair(PairOptions(str(target), device="cpu"), "lookup")
     output = pair.generate(pair.encode(["x = 1", "y = 22"]), SamplingOptions(6))
     expected = [
         pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
