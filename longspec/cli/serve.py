@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspec.cli.options import DraftingOptions, MethodOptions, PairArgument, PairOptions, command, option
+from longspec.errors import UserError
+from longspec.extras import extra
 
 if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
     from longspec.data.aligners import Turn
+    from longspec.inference.engine.scheduler import Scheduler
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -52,8 +55,6 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
     from longspec.cli.pair import choose_model, note_plain_format, open_pair
-    from longspec.errors import UserError
-    from longspec.extras import extra
     from longspec.inference.engine.requests import NotServing
     from longspec.inference.engine.scheduler import Scheduler
     from longspec.inference.options import FILE_OPTIONS
@@ -79,27 +80,16 @@ def serve(
         if applied is not None:
             defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
         rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
-        queue = options.max_queue
-        scheduler = Scheduler(loaded.model, method=loaded.method, max_rows=rows, max_queue=queue, **arguments)
-        served = ServedModel(
-            options.served_name or loaded.name,
-            loaded.method,
-            loaded.tokenizer,
-            _encoder(loaded, source.chat_template_kwargs),
-            frozenset(loaded.stop_ids),
-            scheduler.longest,
-            loaded.model.config.vocab_size,
-            defaults,
-        )
-        weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
-        reserved = f"{_gib(scheduler.cache_bytes)} for {rows} rows of up to {scheduler.longest} tokens"
-        print(f"memory: {_gib(weights)} of weights, {reserved} (--max_rows)", file=sys.stderr)
+        scheduler = Scheduler(loaded.model, loaded.method, max_rows=rows, max_queue=options.max_queue, **arguments)
+        name, encode, longest = options.served_name or loaded.name, _encoder(loaded, source), scheduler.longest
+        stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
+        served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, defaults)
+        _print_memory(loaded, scheduler, rows)
         try:
             scheduler.start(served.usual)
             # The choices of a request are queued together, so they must fit into an empty queue.
-            limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, queue))
-            hosts = allowed_hosts(options.host, options.api_key)
-            app = build_app(served, scheduler, limits, options.api_key, hosts)
+            limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
+            app = build_app(served, scheduler, limits, options.api_key, allowed_hosts(options.host, options.api_key))
             print(f"{served.name} on {loaded.model.device}, method {loaded.method}; {defaults}", file=sys.stderr)
             http_server(app, options.drain_seconds).run(sockets=[listening])
         except NotServing as error:
@@ -108,11 +98,9 @@ def serve(
             scheduler.close()
 
 
-def _encoder(loaded: LoadedPair, chat_template_kwargs: str | None) -> Callable[..., list[list[int]]]:
-    """`ServedModel.encode` of a pair. chat_template_kwargs: those of the command, as JSON."""
-    from longspec.errors import UserError
-
-    fixed = set(json.loads(chat_template_kwargs or "{}"))
+def _encoder(loaded: LoadedPair, source: PairOptions) -> Callable[..., list[list[int]]]:
+    """`ServedModel.encode` of a pair."""
+    fixed = set(json.loads(source.chat_template_kwargs or "{}"))
 
     def encode(prompts: list[str | list[Turn]], variables: Mapping[str, Any] | None = None) -> list[list[int]]:
         # The command's values come after those of a request in the template, and replace them.
@@ -123,5 +111,7 @@ def _encoder(loaded: LoadedPair, chat_template_kwargs: str | None) -> Callable[.
     return encode
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def _print_memory(loaded: LoadedPair, scheduler: Scheduler, rows: int) -> None:
+    weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
+    reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
+    print(f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)

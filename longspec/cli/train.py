@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from longspec.cli.options import command, option
 from longspec.errors import UserError
 from longspec.extras import extra
 
@@ -28,54 +30,43 @@ def _complete(incomplete: str) -> list[str]:
     return [name for name in config_names() if name.startswith(incomplete)]
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    num_gpus: int | None = option(None, "Number of ranks.", LAUNCH, min=1, show_default="all GPUs")
+    include: str | None = option(None, "Hosts and GPUs, such as localhost:0,1.", LAUNCH)
+    master_port: int | None = option(None, "Port of rank 0.", LAUNCH, min=1, max=65535, show_default="29500")
+    config_dir: Path | None = option(None, "Configuration folder.", LAUNCH, show_default=str(CONFIGS))
+    dry_run: bool = option(False, "Check the configuration and print the launch line only.", LAUNCH)
+
+
+@command()
 def train(
     config: Annotated[
         str,
         typer.Argument(help="Name of a file in the configuration folder, without .yaml.", autocompletion=_complete),
     ],
+    options: LaunchOptions,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Values that replace those of the configuration: key=value.")
     ] = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option("--num_gpus", min=1, help="Number of ranks.", show_default="all GPUs", rich_help_panel=LAUNCH),
-    ] = None,
-    include: Annotated[
-        str | None, typer.Option("--include", help="Hosts and GPUs, such as localhost:0,1.", rich_help_panel=LAUNCH)
-    ] = None,
-    master_port: Annotated[
-        int | None,
-        typer.Option(
-            "--master_port", min=1, max=65535, help="Port of rank 0.", show_default="29500", rich_help_panel=LAUNCH
-        ),
-    ] = None,
-    config_dir: Annotated[
-        Path | None,
-        typer.Option("--config_dir", help="Configuration folder.", show_default=str(CONFIGS), rich_help_panel=LAUNCH),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry_run", help="Check the configuration and print the launch line only.", rich_help_panel=LAUNCH
-        ),
-    ] = False,
 ) -> None:
     """Train a draft: check a configuration, print DeepSpeed's launch line for it and run it."""
-    if include is not None and num_gpus is not None:
+    if options.include is not None and options.num_gpus is not None:
         raise UserError("--include, --num_gpus: give one of them")
-    launcher = {"--num_gpus": num_gpus, "--include": include, "--master_port": master_port}
-    options = [part for name, value in launcher.items() if value is not None for part in (name, str(value))]
-    command = launch_line(config, overrides or [], options, config_dir)
+    names = ("num_gpus", "include", "master_port")
+    launcher = [(name, value) for name in names if (value := getattr(options, name)) is not None]
+    parts = [part for name, value in launcher for part in (f"--{name}", str(value))]
+    line = launch_line(config, overrides or [], parts, options.config_dir)
     with extra("train"):
         from longspec.train.config import load_config
-    load_config(command[command.index("-cp") :])  # so that an error is not followed by the launcher's messages
-    print(shlex.join(command), flush=True)
-    if not dry_run:
+    load_config(line[line.index("-cp") :])  # so that an error is not followed by the launcher's messages
+    print(shlex.join(line), flush=True)
+    if not options.dry_run:
         import torch
 
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
-        os.execv(command[0], command)
+        os.execv(line[0], line)
 
 
 def launch_line(config: str, overrides: list[str], options: list[str], config_dir: Path | None = None) -> list[str]:

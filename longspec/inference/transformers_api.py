@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _REFUSED_ARGUMENTS = (
     *("negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
 )
 """Arguments of transformers' `generate` that are not part of a generation config."""
+_HANDLED = (*REFUSED, *TOKEN_OPTIONS, *CACHES, "stop_strings")
+"""Options that are checked or applied here, or that belong to transformers' own decoding loop."""
 
 
 @dataclass
@@ -78,98 +81,101 @@ def generate_as_transformers(
     Raises UserError for beam search, assistants, logits processors and every other option that decoding cannot apply
     (see `options`).
     """
+    decoding: dict[str, Any] = dict(method=method, tree_shape=tree_shape, gamma=gamma, tree_rule=tree_rule, seed=seed)
+    decoding |= dict(compile=compile, attention=attention, allow_untrained_draft=allow_untrained_draft)
+    decoding |= dict(tree_nodes=tree_nodes, lookup_branches=lookup_branches, streamer=streamer)
     if isinstance(inputs, Mapping):
-        kwargs = {**inputs, **kwargs}
-        inputs = None
+        kwargs, inputs = {**inputs, **kwargs}, None
     input_ids = kwargs.get("input_ids") if inputs is None else inputs
     if input_ids is not None:
         check_token_ids(input_ids)
     _refuse_arguments(kwargs, logits_processor)
     check_stopping(stopping_criteria)
-
     _check_types(self.generation_config if generation_config is None else generation_config)
+    criteria = [*(stopping_criteria or ()), *_string_criteria(self, generation_config, kwargs)]
+    decoding |= _penalties(self, generation_config, kwargs)
+    for name in _HANDLED:
+        kwargs.pop(name, None)
+    # transformers reads the defaults from the model; this one shares everything else with `self`.
+    model = copy(self)
+    model.generation_config = _without(self.generation_config, _HANDLED)
+    generation_config = generation_config and _without(generation_config, _HANDLED)
+    decode = partial(_decode, own=self, decoding=decoding, criteria=criteria)
+    return super(GlideMixin, model).generate(inputs, generation_config, custom_generate=decode, **kwargs)  # type: ignore[misc]
 
+
+def _string_criteria(
+    model: GlideMixin, given: GenerationConfig | None, kwargs: dict[str, Any]
+) -> list[StoppingCriteria]:
+    """The criterion of stop_strings, if there are any. Removes `tokenizer` from kwargs.
+
+    Raises UserError for an option of the caller that decoding cannot apply, and reports those of the model's config.
+    """
     # The options that the caller sets, by arguments or else by the generation config that is passed in. A pipeline
     # passes a copy of the model's own.
     names = (*REFUSED, "stop_strings")
-    passed = {name: getattr(generation_config, name, None) for name in names}
+    passed = {name: getattr(given, name, None) for name in names}
     options = {
-        name: value for name, value in passed.items() if value not in (None, getattr(self.generation_config, name))
+        name: value for name, value in passed.items() if value not in (None, getattr(model.generation_config, name))
     }
     options |= {name: kwargs[name] for name in names if name in kwargs}
     refuse_options(options)
     tokenizer = kwargs.pop("tokenizer", None)
     applied = (*FILE_OPTIONS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
-    report_ignored(self.generation_config, self.config.name_or_path, applied)
-
-    # Arguments come before the config that is passed in, and this before the model's own.
-    own = {name: getattr(generation_config, name, None) for name in TOKEN_OPTIONS}
-    own = {name: value for name, value in own.items() if value is not None}
-    penalties = token_values(
-        own | {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}, self.generation_config
-    )
-    token_settings(penalties, (), self.config.vocab_size)  # checks them before long work
-
-    criteria = list(stopping_criteria or ())
+    report_ignored(model.generation_config, model.config.name_or_path, applied)
     if options.get("stop_strings") and tokenizer is None:
         raise UserError("stop_strings: pass tokenizer= as well")
-    stop_strings = options.get("stop_strings", self.generation_config.stop_strings)
-    if stop_strings and tokenizer is not None:
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    # These are checked above or part of the criteria, or belong to transformers' own decoding loop.
-    handled = (*REFUSED, *TOKEN_OPTIONS, *CACHES, "stop_strings")
-    for name in handled:
-        kwargs.pop(name, None)
+    stop_strings = options.get("stop_strings", model.generation_config.stop_strings)
+    return [StopStringCriteria(tokenizer, stop_strings)] if stop_strings and tokenizer is not None else []
 
-    def decode(
-        model: GlideMixin,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Sequence[StoppingCriteria],
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Tensor | SpeculativeOutput:
-        timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
-        pad_token_id = _pad_token_id(generation_config)
 
-        # The model's own config must not apply again.
-        neutral: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING)) | penalties
-        out = generate(
-            self,
-            input_ids,
-            model_kwargs.get("attention_mask"),
-            method,
-            max_new_tokens=generation_config.max_length - input_ids.shape[1],
-            **_sampling(generation_config),
-            tree_shape=tree_shape,
-            gamma=gamma,
-            eos_token_id=() if generation_config.eos_token_id is None else generation_config.eos_token_id,
-            pad_token_id=pad_token_id,
-            seed=seed,
-            streamer=streamer,
-            tree_rule=tree_rule,
-            compile=compile,
-            attention=attention,
-            allow_untrained_draft=allow_untrained_draft,
-            tree_nodes=tree_nodes,
-            lookup_branches=lookup_branches,
-            stopping_criteria=[*timers, *criteria],
-            **neutral,
-        )
+def _penalties(model: GlideMixin, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of TOKEN_OPTIONS. Arguments come before the config that is passed in, and this before the model's own.
 
-        # transformers returns the prompts with their padding.
-        new = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=pad_token_id)
-        sequences = torch.cat([input_ids.to(new.device), new], 1)
-        if generation_config.return_dict_in_generate:
-            return SpeculativeOutput(sequences=sequences, stats=out.stats)  # type: ignore[arg-type]
-        return sequences
+    Raises UserError.
+    """
+    own = {name: getattr(given, name, None) for name in TOKEN_OPTIONS}
+    own = {name: value for name, value in own.items() if value is not None}
+    arguments = {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
+    penalties = token_values(own | arguments, model.generation_config)
+    token_settings(penalties, (), model.config.vocab_size)  # checks them before long work
+    return penalties
 
-    # transformers reads the defaults from the model; this one shares everything else with `self`.
-    model = copy(self)
-    model.generation_config = _without(self.generation_config, handled)
-    if generation_config is not None:
-        generation_config = _without(generation_config, handled)
-    return super(GlideMixin, model).generate(inputs, generation_config, custom_generate=decode, **kwargs)  # type: ignore[misc]
+
+def _decode(
+    model: GlideMixin,
+    input_ids: Tensor,
+    stopping_criteria: Sequence[StoppingCriteria],
+    generation_config: GenerationConfig,
+    own: GlideMixin,
+    decoding: Mapping[str, Any],
+    criteria: Sequence[StoppingCriteria],
+    **others: Any,
+) -> Tensor | SpeculativeOutput:
+    """What transformers calls in place of its own decoding loop, with a copy of the model `own`.
+
+    stopping_criteria: transformers', of which only time limits apply. decoding: arguments of `longspec.generate`.
+    """
+    timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
+    pad_token_id = _pad_token_id(generation_config)
+    out = generate(
+        own,
+        input_ids,
+        others.get("attention_mask"),
+        max_new_tokens=generation_config.max_length - input_ids.shape[1],
+        **_sampling(generation_config),
+        eos_token_id=() if generation_config.eos_token_id is None else generation_config.eos_token_id,
+        pad_token_id=pad_token_id,
+        stopping_criteria=[*timers, *criteria],
+        **{**dict.fromkeys((*REFUSED, *STOPPING)), **decoding},  # the model's own config must not apply again
+    )
+
+    # transformers returns the prompts with their padding.
+    new = torch.nn.utils.rnn.pad_sequence(out.new_tokens, batch_first=True, padding_value=pad_token_id)
+    sequences = torch.cat([input_ids.to(new.device), new], 1)
+    if generation_config.return_dict_in_generate:
+        return SpeculativeOutput(sequences=sequences, stats=out.stats)  # type: ignore[arg-type]
+    return sequences
 
 
 def _without(config: GenerationConfig, names: Sequence[str]) -> GenerationConfig:

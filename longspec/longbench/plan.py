@@ -198,32 +198,19 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     check_output(options.output_dir)
     device = choose_device(options.device)
 
-    # The target.
-    pair = choose_pair(options.model_name, options.target, options.draft)
-    config = read_config(pair.target)
-    model_class = family_class(config, pair.target)
-    check_loadable(config, pair.target)
-    check_drafting(drafting_of(options), config.vocab_size)
-    tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
-    token_settings(with_word_ids(options.token_options, tokenizer), (), config.vocab_size)
+    pair, config, tokenizer = _read_target(options)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
     report_ignored(read_generation_config(pair.target, config), pair.target, (), notes.append)
-    # Some published pairs fix the EOS that their drafts were trained with.
-    if pair.eos_token_id is None:
-        stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
-        pair = replace(pair, eos_token_id=stop_ids or None)
 
-    # The draft.
     # Loaded on the CPU here; a draft is small, and a wrong one should fail before the target loads.
     draft_state = None
     draft = _draft_in_use(options, pair)
     if draft:
-        draft_state = check_draft(draft, config, model_class.draft_layer_class)
+        draft_state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
         check_draft_settings(options, draft)
         check_draft_tokenizer(draft, pair.target, tokenizer)
 
-    # The prompts.
     # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
@@ -231,7 +218,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
     check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
-    # The device.
     dtype = choose_dtype(options.dtype, config, device)
     attention = attention_name(options.attention, device, dtype, head_dim(config))
     listed = _list_length(options, draft_state)
@@ -251,6 +237,22 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         attention=attention,
         notes=notes,
     )
+
+
+def _read_target(options: argparse.Namespace) -> tuple[Pair, PreTrainedConfig, Any]:
+    """The pair with its EOS, the target's configuration and its tokenizer. Raises UserError."""
+    pair = choose_pair(options.model_name, options.target, options.draft)
+    config = read_config(pair.target)
+    family_class(config, pair.target)
+    check_loadable(config, pair.target)
+    check_drafting(drafting_of(options), config.vocab_size)
+    tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
+    token_settings(with_word_ids(options.token_options, tokenizer), (), config.vocab_size)
+    # Some published pairs fix the EOS that their drafts were trained with.
+    if pair.eos_token_id is None:
+        stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
+        pair = replace(pair, eos_token_id=stop_ids or None)
+    return pair, config, tokenizer
 
 
 def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
