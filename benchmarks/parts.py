@@ -27,6 +27,7 @@ class TreeRound:
     def __init__(self, engine: Rounds) -> None:
         assert isinstance(engine.drafter, TreeDrafter)
         self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
+        assert isinstance(engine.drafter.draft, GlideDraft)
         self.drafter, self.draft = engine.drafter, engine.drafter.draft
         self.proposal = self.drafter.propose(engine.root, self.cache)
         self.batch, self.nodes = self.proposal.tokens.shape

@@ -32,7 +32,7 @@ class Oracle:
         """truth: the continuation of each row from its first new token, as long as any round looks ahead."""
         self.drafter = drafter
         self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
-        self.reads_hidden, self.reserve = drafter.reads_hidden, drafter.reserve
+        self.reads_hidden, self.reserve, self.layer_inputs = drafter.reads_hidden, drafter.reserve, drafter.layer_inputs
         self.plans = ()
         self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
         self.random = Random(5)
@@ -78,11 +78,11 @@ class Oracle:
             right = node in path or (parents[node] not in path and self.random.random() < 0.5)
             proposal.tokens[row, node] = ahead[level] if right else (ahead[level] + 1) % self.vocab
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, *states: Tensor) -> None:
         for accepted, count in zip(self.accepted, valid.sum(1).tolist(), strict=True):
             if count:
                 accepted.append(count - 1)
-        self.drafter.feed(tokens, positions, valid)
+        self.drafter.feed(tokens, positions, valid, *states)
 
 
 class DeviceOracle:
@@ -103,7 +103,7 @@ class DeviceOracle:
         """shape: nodes per level of the drafter's trees; truth: LongTensor [B, tokens]."""
         self.drafter, self.truth, self.vocab = drafter, truth, vocab
         self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
-        self.reads_hidden, self.plans = drafter.reads_hidden, ()
+        self.reads_hidden, self.layer_inputs, self.plans = drafter.reads_hidden, drafter.layer_inputs, ()
         self.reserve, self.start, self.feed = drafter.reserve, drafter.start, drafter.feed
         self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
         self.plan = torch.tensor(plan, device=truth.device)

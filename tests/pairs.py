@@ -97,4 +97,4 @@ class Handed:
     reads_target: bool = False
 
     def __call__(self, *given: Any) -> Any:
-        return self.pick(*given)
+        return self.pick(*given[:4])

@@ -12,11 +12,11 @@ from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
-from longspec.models.draft_layer import head_dim
+from longspec.models.draft_layer import GlideDecoderLayer, head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead
-from longspec.models.target_attention import Attend, QueryAttend
+from longspec.models.target_attention import Attend, LayerInputs, QueryAttend
 
 
 class FusedRunner(Runner):
@@ -29,15 +29,17 @@ class FusedRunner(Runner):
         self.capturable = self.backend.capturable and self.attention.capturable and self.device.type == "cuda"
         self.backbone: Any = model.model
         self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]
-        self.draft_layer = FusedDraftLayer(model.draft_model)
+        draft = model.draft_model
+        self.draft_layer = FusedDraftLayer(draft) if isinstance(draft, GlideDecoderLayer) else None
+        """None for a draft of another architecture, whose decoder runs its own module."""
         self.scale = head_dim(self.config) ** -0.5
         self.rope: RopeTable = (torch.empty(0), torch.empty(0))
-        self.cross_output = self.draft_layer.cross.merged_output
+        self.cross_output = None if self.draft_layer is None else self.draft_layer.cross.merged_output
         """The merged outputs of the draft's cross-attentions, which captured rounds read; None for a single one."""
 
     def take_weights(self, other: Runner) -> None:
         super().take_weights(other)
-        if self.cross_output is not None:
+        if self.draft_layer is not None and self.cross_output is not None:
             # The weights can have changed since the copy was made, but captured rounds read it at its address.
             self.cross_output.copy_(self.draft_layer.cross.output)
             self.draft_layer.cross.output = self.cross_output
@@ -61,9 +63,19 @@ class FusedRunner(Runner):
     def product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.backend.linear(hidden, weight, bias)
 
-    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
+    def target(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: TargetCache,
+        slots: Tensor,
+        attend: Attend,
+        states: LayerInputs | None = None,
+    ) -> Tensor:
         stream = self.embed(tokens)
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+        for number, (layer, keys, values) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
+            if states is not None:
+                states.see(number, stream.hidden)
 
             def attend_in_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)
@@ -83,15 +95,18 @@ class FusedRunner(Runner):
         feature: Tensor | None = None,
     ) -> Tensor:
         stream = self.embed(tokens)
+        assert self.draft_layer is not None
         slots = cache.node_slots[:, first : first + tokens.shape[1]]
         store = TokenSlots(positions, self.rope, cache.keys, cache.values, slots)
         self.draft_layer.add_to(stream, store, self_attend, cross_attends, feature)
         return stream.hidden
 
     def feature(self, target_hidden: Tensor) -> Tensor:
+        assert self.draft_layer is not None
         return self.draft_layer.feature(self.backend.stream(target_hidden, self.config.rms_norm_eps))
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
+        assert self.draft_layer is not None
         # Tokens with a negative slot are not stored.
         slots = torch.where(valid, positions % cache.window, -1)
         stream = self.embed(tokens)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 METHODS = ("vanilla", "seq", "tree", "magicdec", "lookup")
 """The methods that draft in one way."""
 GLIDE_METHODS = ("seq", "tree")
-"""The methods that need a trained GLIDE draft."""
+"""The methods that need a trained draft."""
 TREE_RULES = ("reject", "descend")
 """The ways to draft and accept a tree above temperature 0 (see `drafting.tree`)."""
 AUTO = "auto"
@@ -68,7 +68,7 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     if drafting.method in _own:
         return _own[drafting.method](runner, batch, drafting.gamma)
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
-    from longspec.inference.drafting.glide import GlideDraft
+    from longspec.inference.drafting.decoders import new_decoder
     from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
@@ -81,7 +81,7 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
         shape, nodes = drafting.tree_shape, drafting.tree_nodes
         return TreeDrafter(runner, batch, shape, sampler, drafting.tree_rule, nodes=nodes, lookup=lookup)
     if drafting.method == "seq":
-        return ChainDrafter(GlideDraft(runner, batch, gamma), gamma, sampler)
+        return ChainDrafter(new_decoder(runner, batch, gamma), gamma, sampler)
     if drafting.method == "magicdec":
         return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
     if drafting.method == "lookup":

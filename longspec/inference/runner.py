@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,10 @@ from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
 from longspec.inference.device import device_name
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import choose_backend
-from longspec.models.draft_layer import head_dim
+from longspec.models.draft_layer import GlideDecoderLayer, head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.target_attention import Attend, QueryAttend, run_backbone
+from longspec.models.target_attention import Attend, LayerInputs, QueryAttend, run_backbone
 
 
 def model_backend(model: GlideMixin, attention: str = "auto") -> Backend:
@@ -54,6 +55,13 @@ class Runner:
             model_parallel_rank_and_size()[1],
         )
 
+    @property
+    def glide(self) -> GlideDecoderLayer:
+        """The draft of a pair with GLIDE."""
+        draft = self.model.draft_model
+        assert isinstance(draft, GlideDecoderLayer)
+        return draft
+
     def drop_weights(self) -> None:
         """Drop all weights. No pass may run until `take_weights` is called."""
         for name in self.owned:
@@ -75,13 +83,23 @@ class Runner:
         """A head of other rows: hidden [B, N, hidden], weight [C, hidden], bias [C] -> [B, N, C]."""
         return F.linear(hidden, weight, bias)
 
-    def target(self, tokens: Tensor, positions: Tensor, cache: TargetCache, slots: Tensor, attend: Attend) -> Tensor:
+    def target(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: TargetCache,
+        slots: Tensor,
+        attend: Attend,
+        states: LayerInputs | None = None,
+    ) -> Tensor:
         """The target's hidden states [B, N, hidden] after the final norm.
 
         tokens, positions, slots: LongTensor [B, N]. Each layer stores its keys and values in `slots` of the cache and
-        then calls `attend` on all slots.
+        then calls `attend` on all slots. states: collects inputs of layers.
         """
-        return run_backbone(self.model.model, tokens, positions, SlotWriter(cache, slots), attend)
+        backbone: Any = self.model.model
+        with (states or LayerInputs(())).recorded(backbone.layers):
+            return run_backbone(backbone, tokens, positions, SlotWriter(cache, slots), attend)
 
     def draft(
         self,
@@ -104,14 +122,14 @@ class Runner:
             cache.write_nodes(k, v, first)
             return self_attend(q)
 
-        return self.model.draft_model(embeddings, rope, store_and_attend, cross_attends, feature)
+        return self.glide(embeddings, rope, store_and_attend, cross_attends, feature)
 
     def feature(self, target_hidden: Tensor) -> Tensor:
         """The target feature that the draft adds to its state: target_hidden [B, 1, hidden] -> the same shape."""
-        return self.model.draft_model.feature(target_hidden)
+        return self.glide.feature(target_hidden)
 
     def feed_draft(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: DraftCache) -> None:
         """Store accepted tokens [B, T] at consecutive positions [B, T] in the draft's window, where `valid`."""
         embeddings, rope = self.model.embed(tokens, positions.clamp(min=0))
-        keys, values = self.model.draft_model.keys_values(embeddings, rope)
+        keys, values = self.glide.keys_values(embeddings, rope)
         cache.append(keys, values, positions, valid)

@@ -38,7 +38,7 @@ from longspec.longbench.prompts import Selection, read_prompt, read_questions, s
 from longspec.longbench.run_folder import folder_name
 from longspec.longbench.tasks import TASKS
 from longspec.models.content import state_digest, target_digest
-from longspec.models.draft_files import check_draft, draft_settings, option_entries
+from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
 from longspec.models.target_files import (
@@ -165,7 +165,7 @@ class EvaluationPlan:
         # A draft that is given but not used does not change the results.
         if self.options.method not in (*GLIDE_METHODS, AUTO) or self.draft is None or self.draft_state is None:
             return {"draft": None, "draft_window": None}
-        return {"draft": state_digest(self.draft_state), **option_entries(draft_settings(self.draft).options)}
+        return {"draft": state_digest(self.draft_state), **draft_settings(self.draft).options.entries()}
 
     @property
     def record(self) -> dict[str, Any]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_layer import MAX_WINDOW, PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.architectures import draft_class, published_draft
+from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
+from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
 from longspec.models.int8_storage import dequantized
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
@@ -31,21 +33,17 @@ WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
 """Patterns of weight files in a draft's folder. The first one that matches is used, so pickles come last."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
 """Configuration that a training run saves next to its draft."""
-OPTION_KEYS = {name: f"draft_{name}" for name in asdict(PUBLISHED)}
-"""Keys of the options in a draft's `config.json` and in the metadata of its weight file."""
 TRAINED_KEY = "draft_is_trained"
 """Key in a draft's `config.json`; false for the fresh draft of a saved pair, otherwise absent."""
 NAMED_FAULTS = 40
 """Maximum number of keys in an error message."""
-DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
-"""Weights in the published drafts that have no use: the cross-attention reads the target's keys and values."""
 
 
 @dataclass(frozen=True)
 class DraftSettings:
     """Properties of a saved draft that are not in its weights."""
 
-    options: DraftOptions = PUBLISHED
+    options: Options = PUBLISHED
     is_trained: bool = True
     target: TargetSample | None = None
     """Sample of the target that it was trained for; older drafts have none."""
@@ -110,23 +108,23 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return draft or dict(state)
 
 
-def fit_draft(state: Mapping[str, Tensor], layer: GlideDecoderLayer, source: str) -> dict[str, Tensor]:
-    """`state` without the prefix and the unused weights, if it fits `layer` (which may be on the meta device).
+def fit_draft(state: Mapping[str, Tensor], layer: Draft, source: str) -> dict[str, Tensor]:
+    """`state` under the names of `layer` (which may be on the meta device), if it fits it.
 
     The vocabulary list is that of `state`, whether or not `layer` has one. Raises UserError that names `source` and the
     missing, unexpected, wrongly shaped and non-finite weights, or the fault of the vocabulary list.
     """
-    weights = {name: w for name, w in strip_prefix(state).items() if name not in DEAD_WEIGHTS}
+    weights = layer.renamed(strip_prefix(state))
     maps = {name: weights.pop(name) for name in MAPS if name in weights}
-    expected = {name: weight for name, weight in layer.state_dict().items() if name not in MAPS}
+    expected = layer.shapes(maps["d2t"].numel() if "d2t" in maps else None)
 
     faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
     faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]
     for name, weight in weights.items():
         if not is_plain(weight):
             faults.append(f"{name} is no floating-point tensor")
-        elif name in expected and weight.shape != expected[name].shape:
-            faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name].shape)}")
+        elif name in expected and weight.shape != expected[name]:
+            faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name])}")
 
     if problem := maps_problem(maps, layer.vocab_size):
         faults.append(problem)
@@ -150,20 +148,25 @@ def _printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 60 else repr(name[:60])
 
 
-def check_draft(path: str | Path, config: PreTrainedConfig, layer_class: Any) -> dict[str, Tensor]:
+def check_draft(
+    path: str | Path, config: PreTrainedConfig, layer_class: type[GlideDecoderLayer], only: str | None = None
+) -> dict[str, Tensor]:
     """The weights of the draft at `path`, if it fits a target with `config`. The target need not be loaded.
 
     Compares family and head layout (if the draft's folder states them), the layers that the draft reads, and every
-    shape. Raises UserError.
+    shape. layer_class: GLIDE's class for the target's family. only: the architecture that the caller supports; None for
+    any. Raises UserError.
     """
     draft = resolve_draft(path)
-    if draft.is_dir() and (draft / "config.json").exists():
+    options = draft_settings(draft).options
+    if only not in (None, options.architecture):
+        raise UserError(f"{path}: a draft of the architecture {options.architecture}; only {only} works here")
+    if options.architecture == GLIDE and draft.is_dir() and (draft / "config.json").exists():
         _compare_configs(draft / "config.json", config)
     _compare_run(_folder(draft) / TRAINING_CONFIG_NAME, layer_class)
-    options = draft_settings(draft).options
     options.check_target(config, str(path))
     with without_memory(config):
-        layer = layer_class(config, options)
+        layer = draft_class(options.architecture, layer_class, str(path))(config, options)
     weights = fit_draft(load_draft(draft), layer, str(path))
     return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file
 
@@ -185,42 +188,41 @@ def draft_settings(path: str | Path) -> DraftSettings:
     # Later sources take precedence: the weight file is what users pass around.
     stated: dict[str, Any] = {}
     if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
-        stated |= {name: model[name] for name in OPTION_KEYS if name in model}
+        stated |= {key: model[name] for name, key in OPTION_KEYS.items() if name in model}
+        own = {"architecture": ARCHITECTURE_KEY, "architecture_options": OPTIONS_KEY}
+        stated |= {key: model[name] for name, key in own.items() if name in model}
     config = read_json(config_file) if config_file.exists() else {}
     target: dict[str, Any] = {}
     for source in (config, read_metadata(_weight_files(draft)[0])):
-        stated |= {name: source[key] for name, key in OPTION_KEYS.items() if key in source}
+        stated |= stated_options(source)
         target |= {key: _parsed(source[key]) for key in SAMPLE_KEYS if key in source}
     is_trained = config.get(TRAINED_KEY, True) is not False
-    return DraftSettings(checked_options(stated, f"{path}: "), is_trained, read_sample(target, f"{path}: "))
+    options = options_of(stated, f"{path}: ", config)
+    return DraftSettings(options, is_trained, read_sample(target, f"{path}: "))
 
 
-def checked_options(stated: Mapping[str, Any], prefix: str = "") -> DraftOptions:
-    """Options from `stated`, a mapping of names to values or JSON text; a missing name has the published value.
+def stated_options(source: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a draft's options in `config.json`, or in the metadata of a weight file."""
+    keys = (*OPTION_KEYS.values(), ARCHITECTURE_KEY, OPTIONS_KEY)
+    return {key: _parsed(source[key]) for key in keys if key in source}
 
-    prefix: precedes names in errors. Raises UserError.
+
+def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str, Any] | None = None) -> Options:
+    """Options from the entries of `stated_options`; a missing one has the published value.
+
+    prefix: precedes names in errors. config: the draft's `config.json`, by which files of other projects are
+    recognized. Raises UserError.
     """
-    options = asdict(PUBLISHED) | {name: _parsed(value) for name, value in stated.items()}
-
-    layers = options["kv_layers"]
-    if (
-        not isinstance(layers, Sequence)
-        or not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers)
-        or len(set(layers)) < len(layers)
-    ):
-        raise UserError(f"{prefix}kv_layers: must be a list of distinct layers of the target, such as [10, 20]")
-
-    feature = options["target_feature"]
-    if not isinstance(feature, bool):
-        raise UserError(f"{prefix}target_feature: must be true or false")
-
-    width = options["mlp_size"]
-    if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
-        raise UserError(
-            f"{prefix}mlp_size: must be a positive whole number, or null for the target's intermediate size"
-        )
-
-    return DraftOptions(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature, width)
+    name = stated.get(ARCHITECTURE_KEY)
+    if name is None and (published := published_draft(config or {})) is not None:
+        return published.published_options(config or {}, prefix)
+    if name in (None, GLIDE):
+        own = {option: stated[key] for option, key in OPTION_KEYS.items() if key in stated}
+        return GlideDecoderLayer.options_class.checked(own, prefix)
+    options = stated.get(OPTIONS_KEY) or {}
+    if not isinstance(options, Mapping) or not isinstance(name, str):
+        raise UserError(f"{prefix}{OPTIONS_KEY}: must be a mapping of the draft's options")
+    return draft_class(name, GlideDecoderLayer, f"{prefix}{ARCHITECTURE_KEY}").options_class.checked(options, prefix)
 
 
 def _parsed(value: Any) -> Any:
@@ -231,23 +233,6 @@ def _parsed(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-def option_entries(options: DraftOptions) -> dict[str, Any]:
-    """The entries for a draft's files: the window, and the options that differ from those of the published drafts."""
-    published = asdict(PUBLISHED)
-    return {
-        OPTION_KEYS[name]: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(options).items()
-        if name == "window" or value != published[name]
-    }
-
-
-def checked_window(window: Any, source: str) -> int:
-    """`window` as a number of tokens. Raises UserError."""
-    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
-        raise UserError(f"{source}: must be a whole number of tokens in 1 … {MAX_WINDOW} (the draft's window)")
-    return window
 
 
 def _folder(draft: Path) -> Path:
@@ -264,7 +249,7 @@ def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
             raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {own}")
 
 
-def _compare_run(file: Path, layer_class: type[nn.Module]) -> None:
+def _compare_run(file: Path, layer_class: type[GlideDecoderLayer]) -> None:
     """Raise UserError if a checkpoint's training configuration names the pair class of another family."""
     model = read_yaml(file).get("model") if file.exists() else None
     target = model.get("_target_") if isinstance(model, dict) else None

@@ -21,22 +21,22 @@ caches. The layer itself is the same in both.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from longspec.errors import UserError
-from longspec.models.draft_vocabulary import MAPS, listed_tokens, vocabulary_maps
+from longspec.kernels.training.varlen_padded import on_flat
+from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass, checked_window
 
+GLIDE = "glide"
+"""Name of this architecture."""
 WINDOW = 512
 """Default self-attention window W in tokens: a query sees itself and the W positions before it."""
-MAX_WINDOW = 2**20
-
-Rope = tuple[Tensor, Tensor]
-"""The target's rotary table at the tokens' positions: cos, sin, each [B, T, D]."""
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, T, D], k, v [B, K, T, D] of the same tokens) -> [B, H, T, D]"""
 CrossAttend = Callable[[Tensor], Tensor]
@@ -44,9 +44,10 @@ CrossAttend = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class DraftOptions:
-    """Options of a draft's architecture; the defaults are those of the published drafts."""
+class DraftOptions(Options):
+    """Options of GLIDE; the defaults are those of the published drafts."""
 
+    architecture = GLIDE
     window: int = WINDOW
     """Self-attention window W in tokens."""
     kv_layers: tuple[int, ...] = ()
@@ -56,8 +57,40 @@ class DraftOptions:
     mlp_size: int | None = None
     """Intermediate size of the draft's MLP; None for the target's."""
 
+    @classmethod
+    def checked(cls, stated: Mapping[str, Any], prefix: str = "") -> Self:
+        options = {name: getattr(PUBLISHED, name) for name in OPTION_KEYS} | dict(stated)
+
+        layers = options["kv_layers"]
+        if (
+            not isinstance(layers, Sequence)
+            or not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers)
+            or len(set(layers)) < len(layers)
+        ):
+            raise UserError(f"{prefix}kv_layers: must be a list of distinct layers of the target, such as [10, 20]")
+
+        feature = options["target_feature"]
+        if not isinstance(feature, bool):
+            raise UserError(f"{prefix}target_feature: must be true or false")
+
+        width = options["mlp_size"]
+        if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
+            raise UserError(
+                f"{prefix}mlp_size: must be a positive whole number, or null for the target's intermediate size"
+            )
+
+        return cls(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature, width)
+
+    def entries(self) -> dict[str, Any]:
+        """The window, and the options that differ from those of the published drafts."""
+        published = asdict(PUBLISHED)
+        return {
+            OPTION_KEYS[name]: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if name == "window" or value != published[name]
+        }
+
     def check_target(self, config: Any, source: str) -> None:
-        """Raise UserError unless a target with `config` has the layers. source: name of the setting or the draft."""
         last = config.num_hidden_layers - 1
         if missing := [layer for layer in self.kv_layers if layer >= last]:
             raise UserError(
@@ -67,8 +100,12 @@ class DraftOptions:
 
 
 PUBLISHED = DraftOptions()
+OPTION_KEYS = {name: f"draft_{name}" for name in asdict(PUBLISHED)}
+"""Keys of the options in a draft's `config.json` and in the metadata of its weight file."""
 FIXED = ("kv_layers", "target_feature", "mlp_size")
 """Options on which the weights depend, so that they cannot change after the first stage."""
+DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
+"""Weights in the published drafts that have no use: the cross-attention reads the target's keys and values."""
 
 
 def check_window(window: int, depth: int, source: str) -> None:
@@ -144,21 +181,16 @@ class DraftCrossAttention(_Attention):
         return self.output(attend(self.queries(x, rope)))
 
 
-class GlideDecoderLayer(nn.Module):
+class GlideDecoderLayer(Draft):
     """One draft layer; the subclass of a family names its norm and MLP classes."""
 
-    d2t: Tensor | None
-    t2d: Tensor | None
+    options_class = DraftOptions
     norm_class: Callable[..., nn.Module]
     mlp_class: Callable[..., nn.Module]
 
     def __init__(self, config: Any, options: DraftOptions = PUBLISHED) -> None:
-        super().__init__()
-        self.options = options
-        self.vocab_size: int = config.vocab_size
-        # The vocabulary list; a draft without one has no such entries in its state dict.
-        for name in MAPS:
-            self.register_buffer(name, None)
+        super().__init__(config, options)
+        self.reads = Reads((config.num_hidden_layers - 1, *options.kv_layers), hidden=options.target_feature)
 
         # The names of these modules are those in the published weight files.
         norm = type(self).norm_class
@@ -176,41 +208,12 @@ class GlideDecoderLayer(nn.Module):
             self.feature_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     @property
-    def window(self) -> int:
-        """Self-attention window W in tokens; unlike the other options it can be changed."""
-        return self.options.window
-
-    @window.setter
-    def window(self, tokens: int) -> None:
-        self.options = replace(self.options, window=tokens)
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """The token ids that the draft proposes, LongTensor [Vd], ascending; None for the whole vocabulary."""
-        return None if self.d2t is None else listed_tokens(self.d2t)
-
-    def set_vocabulary(self, tokens: Tensor | None) -> None:
-        """Restrict the draft to `tokens`, ascending ids, LongTensor [Vd]; None lifts the restriction."""
-        maps = (
-            {} if tokens is None else vocabulary_maps(tokens.to(self.self_attn.q_proj.weight.device), self.vocab_size)
-        )
-        for name in MAPS:
-            self.register_buffer(name, maps.get(name))
-
-    @property
     def cross_attentions(self) -> list[DraftCrossAttention]:
         """The cross-attention to the target's last layer, then those to `options.kv_layers`."""
         return [self.cross_attn, *self.extra_cross_attn]  # type: ignore[list-item]
 
-    def reset_parameters(self, std: float) -> None:
-        """A fresh draft: weights N(0, std), biases 0, norms 1."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif "layernorm" in name:
-                nn.init.ones_(parameter)
-            else:
-                nn.init.normal_(parameter, std=std)
+    def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: weight for name, weight in weights.items() if name not in DEAD_WEIGHTS}
 
     def keys_values(self, embeddings: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Self-attention keys and values of tokens with `embeddings` [B, T, hidden].
@@ -248,3 +251,19 @@ class GlideDecoderLayer(nn.Module):
             h = h + attention(normed, rope, attend)
 
         return h + self.mlp(self.post_cross_attention_layernorm(h))
+
+    def training_forward(self, given: TrainingPass, lags: Sequence[Tensor | None]) -> list[Tensor]:
+        scale = self.self_attn.head_dim**-0.5  # scores are q · k / sqrt(D), as in the target
+        windowed = partial(given.attention.varlen, segments=given.segments, scale=scale, window=self.window)
+
+        def at(lags: Tensor | None) -> Tensor:
+            # Lag s is the situation at level s - 1 of a tree in decoding, where the newest target key is s positions
+            # before the query. In the block pattern the lags 1 to 4 alternate.
+            seen = given.segments if lags is None else given.segments.lagging(lags.tolist())
+            varlen = given.attention.block if lags is None else given.attention.varlen
+            attention = partial(varlen, segments=seen, scale=scale)
+            cross_attends = [partial(on_flat, attention, k=k, v=v) for k, v in given.target.keys_values]
+            feature = self.feature(given.newest_hidden(lags)) if self.options.target_feature else None
+            return self(given.embeddings, given.rope, partial(on_flat, windowed), cross_attends, feature)
+
+        return [at(own) for own in lags]

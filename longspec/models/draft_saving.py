@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.models.draft_files import TRAINED_KEY, option_entries, strip_prefix
-from longspec.models.draft_layer import PUBLISHED, DraftOptions
+from longspec.models.architectures import draft_class
+from longspec.models.draft import Options
+from longspec.models.draft_files import TRAINED_KEY, strip_prefix
+from longspec.models.draft_layer import PUBLISHED, GlideDecoderLayer
 from longspec.models.int8_storage import quantized
 from longspec.models.target_sample import TargetSample
 from longspec.replacing import replacing
@@ -23,7 +25,7 @@ from longspec.replacing import replacing
 def save_draft_file(
     state: Mapping[str, Tensor],
     file: str | Path,
-    options: DraftOptions = PUBLISHED,
+    options: Options = PUBLISHED,
     target: TargetSample | None = None,
 ) -> None:
     """Write a `.pth` of plain weights without the prefix, with options and target in the state dict's metadata."""
@@ -41,7 +43,7 @@ def save_draft_folder(
     state: Mapping[str, Tensor],
     config: PreTrainedConfig,
     folder: str | Path,
-    options: DraftOptions = PUBLISHED,
+    options: Options = PUBLISHED,
     is_trained: bool = True,
     target: TargetSample | None = None,
     int8: bool = False,
@@ -62,8 +64,9 @@ def save_draft_folder(
     # A trained draft has no such key, so files of other tools count as trained.
     settings = entries | ({} if is_trained else {TRAINED_KEY: False})
     with replacing(folder / "config.json") as unfinished:
-        unfinished.write_text(json.dumps(json.loads(config.to_json_string()) | settings, indent=2) + "\n")
+        content = draft_class(options.architecture, GlideDecoderLayer).folder_config(config, options, weights)
+        unfinished.write_text(json.dumps(content | settings, indent=2) + "\n")
 
 
-def _entries(options: DraftOptions, target: TargetSample | None) -> dict[str, Any]:
-    return option_entries(options) | (target.entries() if target else {})
+def _entries(options: Options, target: TargetSample | None) -> dict[str, Any]:
+    return options.entries() | (target.entries() if target else {})

@@ -31,7 +31,7 @@ FEATURE = "feature_proj"
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the classes below compute every layer of a pair exactly.
+    """Whether the classes below compute every layer of a pair exactly, apart from drafts of other architectures.
 
     They need contiguous parameters of one dtype, plain linears, biases on q, k and v only, the family's RMSNorm, a
     gated SiLU MLP, and weights that own their memory, so that they can become views of merged weights. No module of the
@@ -39,15 +39,17 @@ def can_fuse(model: Any) -> bool:
     or a subclass with its own code rules a pair out.
     """
     backbone, head, norm_class = model.model, model.lm_head, model.draft_layer_class.norm_class
+    drafts = [model.draft_model] if isinstance(model.draft_model, GlideDecoderLayer) else []
+    modules = [module for part in (backbone, *drafts) for module in part.modules()]
     return (
         type(head) in (nn.Linear, VocabularyHead)
         and getattr(head, "bias", None) is None
         and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
         and type(backbone.norm) is norm_class
         and _keeps(model, GlideMixin, "embed")
-        and not any(_has_own_code(module) for module in (*backbone.modules(), *model.draft_model.modules()))
-        and not any(_has_hook(module) for module in model.modules())
-        and all(_is_plain(layer, norm_class) for layer in (*backbone.layers, model.draft_model))
+        and not any(_has_own_code(module) for module in modules)
+        and not any(_has_hook(module) for module in (model, head, *modules))
+        and all(_is_plain(layer, norm_class) for layer in (*backbone.layers, *drafts))
         and all(x.dtype == head.weight.dtype and x.is_contiguous() for x in model.parameters())
     )
 

@@ -1,9 +1,8 @@
-"""A frozen target with its GLIDE draft: how the pair is built, and the draft's training forward."""
+"""A frozen target with its draft: how the pair is built, and its pass in training."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +15,15 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen import resolve_attention, training_attention
-from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.kernels.training.varlen_padded import PaddedAttention, on_flat
 from longspec.models import generation
+from longspec.models.architectures import draft_class
+from longspec.models.draft import Options, Reads, TargetStates, TrainingPass
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
-from longspec.models.draft_layer import DraftOptions, head_dim
+from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import gather_heads
 from longspec.models.pretrained import PretrainedPairMixin, checked_dtype, copy_loading
-from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, KeysValues, last_keys_values, run_backbone
+from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, LayerInputs, last_keys_values, run_backbone
 from longspec.models.target_files import at_revision, without_memory
 from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import take_sample, warn_if_other_target
@@ -35,8 +36,13 @@ class Objective(Protocol):
     def reads_target(self) -> bool:
         """Whether it needs the target's hidden states. If not, the target's pass stops at its last layer's keys."""
 
-    def __call__(self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module) -> Any:
-        """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> the result of the pass."""
+    def __call__(
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
+    ) -> Any:
+        """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> the result of the pass.
+
+        head: the draft's own; None if it has the target's `lm_head`.
+        """
 
 
 def check_pair(model: object) -> None:
@@ -61,7 +67,7 @@ class GlideMixin(PretrainedPairMixin):
         torch_dtype: str | torch.dtype = torch.float16,
         attn_implementation: str | None = None,
         *,
-        options: DraftOptions | None = None,
+        options: Options | None = None,
         **loading: Any,
     ) -> None:
         """Load the target from `target_model_path` and the draft from `glide_path`, or create a fresh draft.
@@ -94,9 +100,11 @@ class GlideMixin(PretrainedPairMixin):
         # Before the draft exists: target, embedding and head stay frozen.
         self.requires_grad_(False)
 
-        self.draft_model = self.draft_layer_class(self.config, draft_options)
+        self.draft_model = draft_class(draft_options.architecture, self.draft_layer_class)(self.config, draft_options)
         # Initialized in fp32, so that a seed gives the same fresh draft in every dtype.
         self.draft_model.reset_parameters(self.config.initializer_range)
+        if draft is None:
+            self.draft_model.start_from_target(target)
         # The dtype of the embeddings is that of the target, because they are never quantized.
         self.draft_model.to(device=self.lm_head.weight.device, dtype=self.model.embed_tokens.weight.dtype)
         if draft is not None:
@@ -137,40 +145,36 @@ class GlideMixin(PretrainedPairMixin):
 
     def needs_whole_pass(self, objective: Objective) -> bool:
         """Whether training with `objective` reads the target's hidden states."""
-        return objective.reads_target or self.draft_model.options.target_feature
+        return objective.reads_target or self.draft_model.reads.whole
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Speculative decoding with transformers' arguments; see `transformers_api.generate_as_transformers`."""
         return generation.generate(self, *args, **kwargs)
 
     def run_target(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        segments: Segments,
-        whole: bool,
-        others: Sequence[int] | None = None,
-    ) -> tuple[Tensor | None, list[KeysValues]]:
+        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool, reads: Reads | None = None
+    ) -> TargetStates:
         """The frozen target's pass in training.
 
-        Returns its hidden states [B, T, hidden] after the final norm, and the keys and values of its last layer and of
-        the layers `others`, None for the draft's `kv_layers`. Unless `whole`, the pass ends at the last layer's keys
-        and values, and the hidden states are None.
+        reads: None for those of the draft. Unless `whole`, the pass ends at the last layer's keys and values.
         """
         varlen = self._training_attention().varlen
+        reads, last = reads or self.draft_model.reads, self.config.num_hidden_layers - 1
 
         def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return _on_flat(partial(varlen, segments=segments, scale=scale), q, k, v)
+            return on_flat(partial(varlen, segments=segments, scale=scale), q, k, v)
 
         # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
-        if others is None:
-            others = self.draft_model.options.kv_layers
         if not whole:
             inputs = self.embed(input_ids, position_ids)
-            return None, last_keys_values(self.model, *inputs, position_ids, causal, others)
-        kv = ChosenKV([self.config.num_hidden_layers - 1, *others])
-        hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
-        return hidden, list(kv.kept.values())
+            others = [layer for layer in reads.kv_layers if layer != last]
+            kept = last_keys_values(self.model, *inputs, position_ids, causal, others)
+            by_layer = dict(zip((last, *others), kept, strict=True))
+            return TargetStates(None, [by_layer[layer] for layer in reads.kv_layers])
+        kv, states = ChosenKV(reads.kv_layers), LayerInputs(reads.layer_inputs)
+        with states.recorded(self.model.layers):
+            hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
+        return TargetStates(hidden, list(kv.kept.values()), states.joined())
 
     def _training_attention(self) -> PaddedAttention:
         """The attention of this pair's device and dtype."""
@@ -195,49 +199,21 @@ class GlideMixin(PretrainedPairMixin):
         of the target, one per row of lags. labels, cu_seqlens and lags are read on the host.
         """
         segments = Segments(cu_seqlens.tolist(), input_ids.device)
-        training = self._training_attention()
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
             run_target = self.target_pass or self.run_target
-            target_hidden, layers = run_target(input_ids, position_ids, segments, self.needs_whole_pass(objective))
+            target = run_target(input_ids, position_ids, segments, self.needs_whole_pass(objective))
             # The draft is replicated on the ranks that share a target, so each of them needs all KV heads.
-            layers = [(gather_heads(keys), gather_heads(values)) for keys, values in layers]
-        # Scores are q · k / sqrt(D), as in the target.
-        scale = self.draft_model.self_attn.head_dim**-0.5
-        windowed = partial(training.varlen, segments=segments, scale=scale, window=self.draft_model.window)
-        self_attend = partial(_on_flat, windowed)
-
-        def draft(lags: Tensor | None) -> Any:
-            # Lag s is the situation at level s - 1 of a tree in decoding, where the newest target key is s positions
-            # before the query. In the block pattern the lags 1 to 4 alternate.
-            seen = segments if lags is None else segments.lagging(lags.tolist())
-            attention = partial(training.block if lags is None else training.varlen, segments=seen, scale=scale)
-            cross_attends = [partial(_on_flat, attention, k=keys, v=values) for keys, values in layers]
-            feature = None
-            if self.draft_model.options.target_feature:
-                assert target_hidden is not None
-                feature = self.draft_model.feature(_rows(target_hidden, seen.newest_keys(blocks=lags is None)))
-            inputs = embeddings, rope, self_attend, cross_attends, feature
-            # The target's keys and values are kept either way; only the layer is recomputed.
-            if self.gradient_checkpointing:
-                hidden = checkpoint(self.draft_model, *inputs, use_reentrant=False)
-            else:
-                hidden = self.draft_model(*inputs)
-            return objective(hidden, target_hidden, labels, self.lm_head)
-
-        return draft(lags) if lags is None or lags.dim() == 1 else [draft(row) for row in lags]
-
-
-def _rows(hidden: Tensor, numbers: Tensor) -> Tensor:
-    """The rows of hidden [B, T, hidden] with these indices among the B·T tokens; an index of -1 gives a row of zeros.
-
-    numbers: LongTensor [B·T]. Returns [B, T, hidden].
-    """
-    rows = hidden.flatten(0, 1).index_select(0, numbers.clamp(min=0))
-    return rows.masked_fill((numbers < 0)[:, None], 0).view_as(hidden)
-
-
-def _on_flat(attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a varlen attention on tensors [B, H, T, D]; it takes flattened tokens [B·T, H, D]."""
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return attention(*flat).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+            gathered = [(gather_heads(keys), gather_heads(values)) for keys, values in target.keys_values]
+            target = target._replace(keys_values=gathered)
+        attention = self._training_attention()
+        given = TrainingPass(input_ids, position_ids, embeddings, rope, segments, attention, target)
+        rows = [lags] if lags is None or lags.dim() == 1 else list(lags)
+        # What the target returned is kept either way; only the draft is recomputed.
+        if self.gradient_checkpointing:
+            predicted = checkpoint(self.draft_model.training_forward, given, rows, use_reentrant=False)
+        else:
+            predicted = self.draft_model.training_forward(given, rows)
+        head = self.draft_model.head
+        results = [objective(hidden, target.hidden, labels, self.lm_head, head) for hidden in predicted]
+        return results[0] if lags is None or lags.dim() == 1 else results

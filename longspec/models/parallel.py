@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspec.errors import UserError
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.target_split import cut_weights, has_parts, rank_config, rank_folder, vocabulary_rows
 
@@ -140,7 +141,9 @@ def join_ranks(target: Any, vocab_size: int) -> None:
 def split_draft(model: Any) -> None:
     """Replace the draft of a pair whose target is shared by this rank's part of it: its heads and its MLP columns."""
     rank, world = model_parallel_rank_and_size()
-    whole: GlideDecoderLayer = model.draft_model
+    whole = model.draft_model
+    if not isinstance(whole, GlideDecoderLayer):
+        raise UserError(f"tp_size: must be 1 with a draft of the architecture {whole.options.architecture}")
     config = rank_config(model.config, rank, world)
     config.vocab_size = model.config.vocab_size
     width = whole.options.mlp_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,17 +15,18 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from longspec.errors import UserError
+from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
     DRAFT_PREFIX,
-    OPTION_KEYS,
     check_finite,
-    checked_options,
     draft_of_pair,
     draft_settings,
     fit_draft,
+    options_of,
+    stated_options,
 )
-from longspec.models.draft_layer import FIXED, PUBLISHED, DraftOptions, GlideDecoderLayer
+from longspec.models.draft_layer import GLIDE, OPTION_KEYS, GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
@@ -78,17 +79,27 @@ def copy_loading(source: PreTrainedModel, model: PreTrainedModel) -> None:
             setattr(model, name, getattr(source, name))
 
 
-def _draft_options(stated: dict[str, Any], glide_path: str | Path | None) -> DraftOptions:
-    """The options of the draft at `glide_path`, or the published ones, updated with `stated`.
+def _draft_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
+    """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
 
     Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it.
     """
-    saved = PUBLISHED if glide_path is None else draft_settings(glide_path).options
-    options = checked_options(asdict(saved) | stated)
-    for name in FIXED:
-        asked, own = getattr(options, name), getattr(saved, name)
-        if glide_path is not None and asked != own:
-            raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {own}; omit {name}")
+    if glide_path is None:
+        return options_of(stated)
+    saved = draft_settings(glide_path).options
+    own = saved.entries()
+    if OPTIONS_KEY in own:
+        stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
+    options = options_of(own | dict(stated))
+    if options.architecture != saved.architecture:
+        raise UserError(
+            f"architecture: {options.architecture} contradicts the draft at {glide_path}, which is a "
+            f"{saved.architecture} draft; omit architecture"
+        )
+    for field in fields(saved):
+        name, asked, value = field.name, getattr(options, field.name), getattr(saved, field.name)
+        if name != "window" and asked != value:
+            raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {value}; omit {name}")
     return options
 
 
@@ -96,7 +107,7 @@ def _saved_options(state_dict: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """The options in the metadata of a state dict that `torch.load` read from a draft's .pth file."""
     modules = getattr(state_dict, "_metadata", None)
     own = modules.get("") if isinstance(modules, Mapping) else None
-    return {name: own[key] for name, key in OPTION_KEYS.items() if key in own} if isinstance(own, Mapping) else {}
+    return stated_options(own) if isinstance(own, Mapping) else {}
 
 
 def _is_cast(config: PreTrainedConfig, dtype: str | torch.dtype, quantization: Any) -> bool:
@@ -110,7 +121,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
     target_class: Any
     draft_layer_class: type[GlideDecoderLayer]
-    draft_model: GlideDecoderLayer
+    draft_model: Draft
     gradient_checkpointing = False
     draft_is_trained = False
     """Whether the draft is trained: true for a loaded draft, false for a fresh one.
@@ -137,6 +148,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         target_feature: bool | None = None,
         mlp_size: int | None = None,
         draft_vocabulary: Sequence[int] | None = None,
+        architecture: str | None = None,
+        architecture_options: Mapping[str, Any] | None = None,
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         device_map: Any = None,
@@ -151,7 +164,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature, mlp_size: see
-        `DraftOptions`; None is the saved draft's own value, else the published one. ignore_mismatched_sizes has no
+        `DraftOptions`; None is the saved draft's own value, else the published one. architecture,
+        architecture_options: those of a draft that is not GLIDE (see docs/own-draft.md); None is the saved draft's own. ignore_mismatched_sizes has no
         effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for all.
         Raises UserError, also for unknown arguments and a draft that does not fit.
         """
@@ -164,8 +178,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         # An argument takes precedence over the state dict's metadata.
         asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
-        stated = _saved_options(state_dict) | {name: value for name, value in asked.items() if value is not None}
-        checked_options(stated)
+        named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in asked.items() if value is not None}
+        if architecture not in (None, GLIDE) and named:
+            raise UserError(f"{next(n for n in asked if asked[n] is not None)}: an option of GLIDE; use architecture_options")
+        named |= {} if architecture is None else {ARCHITECTURE_KEY: architecture}
+        named |= {} if not architecture_options else {OPTIONS_KEY: architecture_options}
+        stated = _saved_options(state_dict) | named
+        options_of(stated)
 
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
@@ -178,9 +197,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         # transformers renamed torch_dtype to dtype; both are accepted.
         dtype = dtype or torch_dtype or "auto"
-        options = _draft_options(stated, glide_path)
+        draft_options = _draft_options(stated, glide_path)
         loading = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
-        model = cls(config, path, glide_path, dtype, attn_implementation, options=options, **loading)
+        model = cls(config, path, glide_path, dtype, attn_implementation, options=draft_options, **loading)
         if vocabulary is not None:
             model.draft_model.set_vocabulary(vocabulary)
         if state_dict is not None:
@@ -325,5 +344,5 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         self.draft_model.set_vocabulary(listed_tokens(weights["d2t"]) if "d2t" in weights else None)
         self.draft_model.load_state_dict(weights)
         # A finite fp32 weight can overflow when it is cast to fp16.
-        check_finite(self.draft_model.state_dict(), f"{source}, in {self.draft_model.self_attn.q_proj.weight.dtype}")
+        check_finite(self.draft_model.state_dict(), f"{source}, in {next(self.draft_model.parameters()).dtype}")
         self.draft_is_trained = True

@@ -5,7 +5,8 @@ runs that callable on the rotated queries, keys and values. Without it the modul
 remains an ordinary transformers model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from longspec.kernels.shared.attention import Attend
-from longspec.models.draft_layer import Rope, rotate
+from longspec.models.draft import KeysValues, Rope
+from longspec.models.draft_layer import rotate
 
 ATTENTION_NAME = "longspec"
 
@@ -25,8 +27,6 @@ ROTATION = "rotated"
 
 QueryAttend = Callable[[Tensor], Tensor]
 """q [B, H, T, D] -> [B, H, T, D], over keys and values that are already stored"""
-KeysValues = tuple[Tensor, Tensor]
-"""One layer's keys, rotated, and values, each [B, K, T, D]."""
 
 
 def _attention(
@@ -62,6 +62,35 @@ class ChosenKV(Cache):
         if layer_idx in self.kept:
             self.kept[layer_idx] = key_states, value_states
         return key_states, value_states
+
+
+class LayerInputs:
+    """The inputs of chosen layers in one pass of the target."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.kept: dict[int, Tensor] = dict.fromkeys(layers, torch.empty(0))
+
+    def see(self, layer: int, hidden: Tensor) -> None:
+        """Keep a copy of the input [B, T, hidden] of a layer, if it is chosen."""
+        if layer in self.kept:
+            self.kept[layer] = hidden.clone()
+
+    @contextmanager
+    def recorded(self, layers: Any) -> Iterator[None]:
+        """Context in which the modules `layers` of a target show their inputs."""
+        hooks = [
+            layers[number].register_forward_pre_hook(lambda _, inputs, number=number: self.see(number, inputs[0]))
+            for number in self.kept
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def joined(self) -> Tensor | None:
+        """The inputs of the n chosen layers next to each other, [B, T, n · hidden]; None for n = 0."""
+        return torch.cat(list(self.kept.values()), -1) if self.kept else None
 
 
 def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cache: Cache, attend: Attend) -> Tensor:

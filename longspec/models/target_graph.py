@@ -9,12 +9,9 @@ from torch import Tensor
 
 from longspec.kernels.shared.device import upload
 from longspec.kernels.training.segments import Segments
-from longspec.models.target_attention import KeysValues
+from longspec.models.draft import TargetStates
 
-Passed = tuple[Tensor | None, list[KeysValues]]
-"""Result of a pass: hidden states [B, T, hidden] (None unless the pass is whole), and the keys and values of the
-layers that the draft reads, starting with the last layer."""
-TargetPass = Callable[[Tensor, Tensor, Segments, bool], Passed]
+TargetPass = Callable[[Tensor, Tensor, Segments, bool], TargetStates]
 """(input_ids, position_ids [B, T], segments, whole) -> result. A whole pass computes the last layer's output, too."""
 Kind = tuple[torch.Size, bool]
 """Passes that share a graph: their shape [B, T], and whether they are whole."""
@@ -43,7 +40,7 @@ class TargetGraphs:
         self.begun: tuple[Tensor, bool] | None = None
         """Input ids of a pass that `begin` started, and whether it is whole."""
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> Passed:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> TargetStates:
         kind = input_ids.shape, whole
         segments.check(input_ids.numel())
 
@@ -99,7 +96,7 @@ class _Graph:
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.result = run(self.input_ids, self.position_ids, borders, whole)
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Passed:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> TargetStates:
         self.input_ids.copy_(input_ids)
         self.position_ids.copy_(position_ids)
         self.bounds.copy_(_padded_bounds(segments))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from longspec.models.draft_files import draft_settings, list_size, load_draft
+from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import read_config
@@ -21,9 +22,9 @@ from longspec.pipeline.training import final_draft, stage_table
 CARD = """---
 base_model: {target}
 library_name: longspec
-tags: [speculative-decoding, glide]
+tags: [speculative-decoding, {architecture}]
 ---
-# GLIDE draft for {target}
+# {name} draft for {target}
 
 A one-layer draft of {millions:.1f}M parameters. It proposes tokens to {target}, which verifies them, so the output
 distribution stays the target's.
@@ -44,7 +45,7 @@ T = 0, batch 1, outputs without repetition loops, on prompts that the draft has 
 
 | setting | value |
 |---|---|
-| input | the token's embedding, the KV cache of the target's last layer{inputs} |
+| input | {inputs} |
 | self-attention window | {window} tokens |
 | vocabulary | {vocabulary} |
 | storage | {storage} |
@@ -72,12 +73,18 @@ def write_draft(settings: Settings, root: Path) -> None:
     save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
     options, listed = saved.options, list_size(checkpoint)
     dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    layers = "".join(f", of layer {layer}" for layer in options.kv_layers)
+    inputs = "see `config.json`"
+    if isinstance(options, DraftOptions):
+        layers = "".join(f", of layer {layer}" for layer in options.kv_layers)
+        feature = ", the target's last hidden state" if options.target_feature else ""
+        inputs = f"the token's embedding, the KV cache of the target's last layer{layers}{feature}"
     card = CARD.format(
         target=Path(settings.target).name if Path(settings.target).exists() else settings.target,
         millions=sum(weight.numel() for name, weight in state.items() if name not in MAPS) / 1e6,
         figures=markdown(main_table(Samples.of_lines(read_samples(evaluation_folder(root))))),
-        inputs=layers + (", the target's last hidden state" if options.target_feature else ""),
+        architecture=options.architecture,
+        name=options.architecture.upper(),
+        inputs=inputs,
         window=options.window,
         vocabulary="all tokens" if listed is None else f"the {listed:,} most frequent tokens of the training text",
         storage="8 bits" if settings.int8 else dtype,

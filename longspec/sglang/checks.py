@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings
-from longspec.models.draft_layer import check_window
+from longspec.models.draft_layer import GLIDE, DraftOptions, check_window
 from longspec.models.families import class_of
 from longspec.models.target_split import check_divisible
 from longspec.sglang.tree import most_nodes
@@ -56,8 +56,9 @@ def check_server(args: Any, config: PreTrainedConfig) -> None:
     if config.model_type not in FAMILIES:
         raise UserError(f"{args.model_path}: a {config.model_type} target; GLIDE supports {', '.join(FAMILIES)}")
     path = args.speculative_draft_model_path
-    check_draft(path, config, class_of(config.model_type).draft_layer_class)
+    check_draft(path, config, class_of(config.model_type).draft_layer_class, only=GLIDE)
     options = draft_settings(path).options
+    assert isinstance(options, DraftOptions)
     check_window(options.window, args.speculative_num_steps, "--speculative-num-steps")
     if args.tp_size > 1:
         check_divisible(config, args.tp_size, f"--tp-size {args.tp_size}")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from longspec.models.draft import Rope
 from longspec.models.draft_files import check_draft, draft_settings
-from longspec.models.draft_layer import GlideDecoderLayer, Rope
+from longspec.models.draft_layer import GLIDE, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, listed_tokens
 from longspec.models.families import class_of
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, head_rows, share_target, split_draft
@@ -30,7 +31,7 @@ LEAST_EXTRA = 64
 def load_layer(path: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> GlideDecoderLayer:
     """The draft at `path` for a target with `config`, frozen. Raises UserError if it does not fit."""
     family = class_of(config.model_type).draft_layer_class
-    weights = check_draft(path, config, family)
+    weights = check_draft(path, config, family, only=GLIDE)
     maps = {name: weights.pop(name) for name in MAPS if name in weights}
     # PyTorch's norm is one kernel; transformers' is seven.
     layer_class = type(family.__name__, (family,), {"norm_class": nn.RMSNorm})

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
+from longspec.models.draft import Options
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
-from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
@@ -172,7 +172,7 @@ def _same_held_out_rows(folder: Path, saved_run: Run, config: TrainConfig, run: 
 
 
 def _write_draft(
-    folder: Path, draft: dict[str, Tensor], options: DraftOptions, target: TargetSample | None, tokenizer: Any
+    folder: Path, draft: dict[str, Tensor], options: Options, target: TargetSample | None, tokenizer: Any
 ) -> None:
     folder.mkdir()
     save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, options, target)

@@ -24,13 +24,13 @@ LEAST_ACCEPTANCE = 1e-6
 
 
 def logit_chunks(
-    hidden: Tensor, teacher: Tensor | None, weight: Tensor, chunk: int
+    hidden: Tensor, teacher: Tensor | None, weight: Tensor, teacher_weight: Tensor, chunk: int
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Slices of `chunk` tokens, each with the draft's and the target's logits [chunk, V]."""
     for start in range(0, len(hidden), chunk):
         span = slice(start, start + chunk)
         logits = hidden[span] @ weight.T
-        teacher_logits = None if teacher is None else teacher[span] @ weight.T
+        teacher_logits = None if teacher is None else teacher[span] @ teacher_weight.T
         yield span, logits, teacher_logits
 
 
@@ -42,8 +42,8 @@ def zero_sums(hidden: Tensor) -> Tensor:
 class ChunkedLoss(torch.autograd.Function):
     """The loss summed over tokens. Forward also computes the gradient, chunk by chunk, from the same logits.
 
-    The head is frozen, so only the gradient of the hidden states [N, hidden] is kept for backward. This saves a second
-    pass over the vocabulary, and the head's weight is not needed after forward.
+    Only the gradient of the hidden states [N, hidden] is kept for backward, and that of the head if it trains. This
+    saves a second pass over the vocabulary, and the head's weight is not needed after forward.
     """
 
     @staticmethod
@@ -53,33 +53,40 @@ class ChunkedLoss(torch.autograd.Function):
         teacher: Tensor | None,
         labels: Tensor,
         weight: Tensor,
+        teacher_weight: Tensor,
         loss: str,
         share: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, teacher [N, hidden]; labels [N]; weight [V, hidden] -> (sum of the loss, sums of TERMS [4]).
+        """hidden, teacher [N, hidden]; labels [N]; weights [V, hidden] -> (sum of the loss, sums of TERMS [4]).
 
-        V is the size of this rank's part of the vocabulary and labels are relative to its first token. A label is in
-        0 … V - 1 on exactly one of the ranks that share a target.
+        weight, teacher_weight: heads of draft and target, which are the same unless the draft has its own. V is the
+        size of this rank's part of the vocabulary and labels are relative to its first token. A label is in 0 … V - 1
+        on exactly one of the ranks that share a target.
         """
         gradient = torch.empty_like(hidden)
+        head_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[3] else None
         sums = zero_sums(hidden)
-        for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, chunk):
+        for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, teacher_weight, chunk):
             # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
             logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
-            torch.mm(logits_gradient.to(hidden.dtype), weight, out=gradient[span])
+            logits_gradient = logits_gradient.to(hidden.dtype)
+            torch.mm(logits_gradient, weight, out=gradient[span])
+            if head_gradient is not None:
+                head_gradient.addmm_(logits_gradient.T, hidden[span])
 
         # Ranks that share a target each have the terms of their part of the vocabulary.
         sum_over_ranks(sums)
         sum_over_ranks(gradient)
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient, head_gradient)
         ctx.mark_non_differentiable(sums)
         return sums[0].clone(), sums
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream, None, None, None, None, None, None
+        gradient, head_gradient = ctx.saved_tensors
+        own = None if head_gradient is None else head_gradient * upstream
+        return gradient * upstream, None, None, own, None, None, None, None
 
 
 def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from longspec.untrusted import read_yaml
 
 CONFIG_NAME = "training_config.yaml"
 """File of the configuration in a checkpoint folder."""
+FREE_SECTIONS = ("data.templates.", "model.architecture_options.")
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that is not in the schema."""
 SCHEMA = OmegaConf.structured(TrainConfig)
@@ -63,9 +64,9 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
         raise UserError(f"config name {name}: no such experiment; choose one of the .yaml files in {folder}")
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
-            # Any kind of record may have a template, and Hydra adds new keys only with `++`.
+            # These sections take keys of any name, and Hydra adds new keys only with `++`.
             readable_overrides = map(readable, overrides)
-            prefixed = [f"++{text}" if text.startswith("data.templates.") else text for text in readable_overrides]
+            prefixed = [f"++{text}" if text.startswith(FREE_SECTIONS) else text for text in readable_overrides]
             return compose(name.removesuffix(".yaml"), overrides=prefixed)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if isinstance(error.__cause__, UNKNOWN_KEY):

@@ -18,6 +18,7 @@ from longspec.data.templates import check_templates
 from longspec.data.tokenization import OVERFLOWS
 from longspec.errors import UserError
 from longspec.kernels.training.varlen import resolve_attention
+from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
 from longspec.train.losses import loss_names, own_loss
 from longspec.train.positions import VARIANTS
@@ -94,7 +95,8 @@ def _check_depth(config: TrainConfig) -> None:
     _require(depth > 0, "variant.depth", "must be positive", depth)
     window = config.model.draft_options.window
     if window <= depth:
-        raise UserError(f"config key model.window: {window}; it must be greater than the largest trained lag, {depth}")
+        key = "model.window" if config.model.architecture == GLIDE else "model.architecture_options.window"
+        raise UserError(f"config key {key}: {window}; it must be greater than the largest trained lag, {depth}")
 
 
 def _check_zero(section: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """The keys of a training run and their types."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-from longspec.models.draft_files import OPTION_KEYS, checked_options
-from longspec.models.draft_layer import WINDOW, DraftOptions
+from longspec.errors import UserError
+from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Options
+from longspec.models.draft_files import options_of
+from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
 from longspec.train.positions import BLOCK_LAGS
 
 
@@ -22,6 +24,9 @@ class ModelConfig:
     pad_token_id: int | None = MISSING
     ignore_mismatched_sizes: bool = MISSING
     # Configurations in older checkpoints lack the keys below.
+    architecture: str = GLIDE
+    """The draft's architecture. The options of GLIDE are the next four keys, those of others are `architecture_options`."""
+    architecture_options: dict[str, Any] = field(default_factory=dict)
     window: int = WINDOW
     kv_layers: list[int] = field(default_factory=list)
     target_feature: bool = False
@@ -30,10 +35,23 @@ class ModelConfig:
     """Number of tokens in the vocabulary list of the draft; `from_pretrained` takes the list itself."""
 
     @property
-    def draft_options(self) -> DraftOptions:
-        """The draft's architecture. Raises UserError for values that no draft can have."""
-        options = {name: getattr(self, name) for name in OPTION_KEYS}
-        return checked_options(options, "config key model.")
+    def draft_options(self) -> Options:
+        """The options of the draft's architecture. Raises UserError for values that no draft can have."""
+        plain = ModelConfig()
+        for name in OPTION_KEYS if self.architecture != GLIDE else ("architecture_options",):
+            if getattr(self, name) != getattr(plain, name):
+                raise UserError(f"config key model.{name}: not for the architecture {self.architecture}; omit it")
+        stated = {key: getattr(self, name) for name, key in OPTION_KEYS.items()}
+        stated |= {ARCHITECTURE_KEY: self.architecture, OPTIONS_KEY: self.architecture_options}
+        prefix = "config key model." if self.architecture == GLIDE else "config key model.architecture_options."
+        return options_of(stated, prefix)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `_target_`, for Hydra."""
+        unused = OPTION_KEYS if self.architecture != GLIDE else ()
+        keys = {name: value for name, value in asdict(self).items() if name not in unused}
+        return keys | {"draft_vocabulary": None, "_convert_": "all"}
 
 
 @dataclass

@@ -83,7 +83,7 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
     torch.manual_seed(config.seed)
     try:
         with built_in_shards(config):
-            pair = hydra.utils.call(config.model, config.model_name_or_path, state_dict=draft, draft_vocabulary=None)
+            pair = hydra.utils.call(config.model.arguments, config.model_name_or_path, state_dict=draft)
     except InstantiationException as error:
         # Hydra wraps the pair's own error in one without its message.
         if isinstance(error.__cause__, UserError):

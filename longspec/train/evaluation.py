@@ -35,9 +35,9 @@ class DraftScores:
         return self.loss.reads_target
 
     def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        return self.loss.score(hidden, target_hidden, labels, lm_head)
+        return self.loss.score(hidden, target_hidden, labels, lm_head, head)
 
 
 def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:

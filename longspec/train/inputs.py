@@ -114,7 +114,7 @@ def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tens
         return None
     draft = check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
     # The weights fit any window, but the draft was trained with one.
-    window, trained = config.model.window, draft_settings(path).options.window
+    window, trained = config.model.draft_options.window, draft_settings(path).options.window
     if trained != window:
         raise UserError(
             f"config key model.window: {window}, but the draft at {path} was trained with {trained}; "

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import deepspeed
 import torch
@@ -47,7 +48,7 @@ class DraftLoss:
 
     With a draft's vocabulary list, only these rows of lm_head are read. Labels outside the list add nothing to `ce`,
     and the others use the target's distribution restricted to the list and normalized. `target_loss` is that of the
-    whole vocabulary in any case.
+    whole vocabulary in any case. A draft with a head of its own is scored with it, and the head trains.
     """
 
     loss: str
@@ -71,19 +72,31 @@ class DraftLoss:
         return self.teacher_share > 0 or self.log_target_loss
 
     def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
-            total, sums = ChunkedLoss.apply(student, teacher, row_labels, rows, self.loss, self.teacher_share, chunk)
+            own = rows if head is None else head.weight
+            given = student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk
+            total, sums = ChunkedLoss.apply(*given)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
         return total, self._metrics(sums)
 
     @torch.no_grad()
     def score(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
 
@@ -94,7 +107,9 @@ class DraftLoss:
         correct = torch.empty_like(targets, dtype=torch.bool)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
-            for span, logits, teacher_logits in logit_chunks(student, teacher, rows, self._chunk_tokens(lm_head)):
+            own: Any = rows if head is None else head.weight
+            chunk = self._chunk_tokens(lm_head)
+            for span, logits, teacher_logits in logit_chunks(student, teacher, own, rows, chunk):
                 correct[span] = ranked_first(logits, row_labels[span])
                 chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums, self.loss)
             sum_over_ranks(sums)
@@ -154,7 +169,7 @@ class DraftLoss:
         assert teacher is not None
         whole = zero_sums(teacher)
         chunk = max(1, self.chunk_logits // vocabulary_size(lm_head))
-        for span, logits, _ in logit_chunks(teacher, None, weight, chunk):
+        for span, logits, _ in logit_chunks(teacher, None, weight, weight, chunk):
             chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
         sums[TERMS.index("target_loss")] = sum_over_ranks(whole)[TERMS.index("ce")]
 

@@ -1,7 +1,7 @@
 """The micro-batches of an optimizer step and the engine's arguments for them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.kernels.shared.device import upload
 from longspec.models.glide import Objective
 from longspec.train.config_schema import VariantConfig
-from longspec.train.positions import anchor_offset_positions, contiguous_positions
+from longspec.train.positions import anchor_offset_positions, contiguous_positions, random_lags
 
 Batch = dict[str, Tensor]
 """A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1]."""
@@ -50,6 +50,24 @@ def batch_positions(batch: Batch, variant: VariantConfig, max_positions: int, ge
     if variant.name == "base":
         return contiguous_positions(batch["cu_seqlens"], (rows, length))
     return anchor_offset_positions(batch["cu_seqlens"], (rows, length), variant.max_offset, max_positions, generator)
+
+
+def draw_lags(batch: Batch, draft: Any, variant: VariantConfig, generator: torch.Generator) -> Tensor | None:
+    """The lags of a micro-batch's segments in training (see `Draft.training_forward`): LongTensor [M], one per segment;
+    [R, M] for a draft that trains R lags at once; None for GLIDE's block pattern."""
+    segments = len(batch["cu_seqlens"]) - 1
+    if draft.trained_lags is not None:
+        return torch.arange(1, draft.trained_lags + 1)[:, None].expand(-1, segments)
+    return None if variant.name == "base" else random_lags(segments, variant.depth, generator)
+
+
+def weighted_sum(results: Sequence[tuple[Tensor, dict[str, Tensor]]], draft: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses and terms at several lags, weighted by the draft's `lag_weights` over their sum."""
+    weights = [weight / sum(draft.lag_weights) for weight in draft.lag_weights]
+    pairs = list(zip(weights, results, strict=True))
+    loss = torch.stack([weight * result for weight, (result, _) in pairs]).sum()
+    terms = {name: torch.stack([weight * own[name] for weight, (_, own) in pairs]).sum() for name in results[0][1]}
+    return loss, terms
 
 
 def engine_inputs(

@@ -16,14 +16,15 @@ from tqdm import tqdm
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
-from longspec.models.target_attention import KeysValues
+from longspec.models.draft import KeysValues, Reads, TargetStates
+from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import MUON_MOMENTUM, build_pair, cosine_with_warmup, muon_scale
 from longspec.train.evaluation import Evaluation, held_out_row_count
 from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss
-from longspec.train.micro_batches import batch_positions, engine_inputs
-from longspec.train.positions import micro_step_generator, random_lags
+from longspec.train.micro_batches import batch_positions, draw_lags, engine_inputs
+from longspec.train.positions import micro_step_generator
 from longspec.train.sampler import ResumableSampler, loader
 from longspec.train.vocabulary import fresh_vocabulary
 
@@ -41,16 +42,13 @@ class SharedPass:
         self.hidden: Tensor | None = None
         self.by_layer: dict[int, KeysValues] = {}
 
-    def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
-    ) -> tuple[Tensor | None, list[KeysValues]]:
-        last = self.pair.config.num_hidden_layers - 1
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> TargetStates:
+        layers = (self.pair.config.num_hidden_layers - 1, *self.layers)
         if self.key is None or not all(map(torch.equal, self.key, (input_ids, position_ids))):
-            self.hidden, kept = self.pair.run_target(input_ids, position_ids, segments, whole=True, others=self.layers)
-            self.by_layer = dict(zip((last, *self.layers), kept, strict=True))
+            kept = self.pair.run_target(input_ids, position_ids, segments, whole=True, reads=Reads(layers))
+            self.hidden, self.by_layer = kept.hidden, dict(zip(layers, kept.keys_values, strict=True))
             self.key = input_ids, position_ids
-        own = self.pair.draft_model.options.kv_layers
-        return self.hidden, [self.by_layer[layer] for layer in (last, *own)]
+        return TargetStates(self.hidden, [self.by_layer[layer] for layer in self.pair.draft_model.reads.kv_layers])
 
 
 class Candidate:
@@ -106,6 +104,8 @@ def probe(
     for name, config in configs.items():
         if differing := [key for key in SHARED_KEYS if getattr(config, key) != getattr(base, key)]:
             raise UserError(f"probe {name}: {differing[0]} must be the same for all candidates")
+        if config.model.architecture != GLIDE:
+            raise UserError(f"probe {name}: model.architecture must be {GLIDE}")
     pair: Any = build_pair(base, None).to(device)
     if device != "cpu":
         from longspec.models.target_kernels import use_kernels
@@ -128,7 +128,7 @@ def _train(config: TrainConfig, inputs: Inputs, pair: Any, candidates: Sequence[
         tokens = max(1, int((batch["labels"] != IGNORED).sum()))
         generator = micro_step_generator(config.seed, number, 0)
         positions = batch_positions(batch, config.variant, inputs.max_positions, generator)
-        lags = random_lags(len(batch["cu_seqlens"]) - 1, config.variant.depth, generator)
+        lags = draw_lags(batch, candidates[0].layer, config.variant, generator)
         # One upload for all candidates, so that the shared pass recognizes its inputs.
         arguments = engine_inputs(batch, positions, lags, candidates[0].loss, pair.lm_head.weight.device)
         for candidate in candidates:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.models.draft_files import TRAINING_CONFIG_NAME, draft_of_pair
+from longspec.models.draft_layer import GLIDE
 from longspec.models.families import family_class
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
@@ -106,7 +107,8 @@ def _dtype(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
 def _layers(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> list[int]:
     """Layer 18 of 30, in proportion."""
     layer = 3 * target.num_hidden_layers // 5
-    return [layer] if fresh and layer < target.num_hidden_layers - 1 else []
+    reads_layer = fresh and run.model.architecture == GLIDE and layer < target.num_hidden_layers - 1
+    return [layer] if reads_layer else []
 
 
 def _list_size(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int | None:

@@ -3,17 +3,18 @@
 import logging
 import math
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from longspec.errors import UserError
+from longspec.models.draft import Options
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
-from longspec.models.draft_layer import FIXED, PUBLISHED
+from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED, DraftOptions
 from longspec.train.checkpoint import absolute_paths
 from longspec.train.config import CONFIG_NAME, read_config_file
-from longspec.train.config_schema import TrainConfig
+from longspec.train.config_schema import ModelConfig, TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
@@ -27,7 +28,7 @@ RESUMED_KEYS = (
     *("learning_rate", "warmup_ratio", "weight_decay", "adam_betas", "max_grad_norm"),
     *("data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format", "data.aligners"),
     *("data.templates", "data.chat_template_kwargs"),
-    *("model.torch_dtype", "model.window"),
+    *("model.torch_dtype", "model.window", "model.architecture", "model.architecture_options"),
 )
 """Keys that must have the same values as in the run that is resumed."""
 PATH_KEYS = ("data.files", "model_name_or_path")
@@ -127,18 +128,45 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     else:
         return config
 
+    if saved.architecture != GLIDE or config.model.architecture != GLIDE:
+        return _with_own_options(config, saved, saved_size, source)
     configured = config.model.draft_options
     for name in FIXED:
         value, saved_value = getattr(configured, name), getattr(saved, name)
         if value not in (getattr(PUBLISHED, name), saved_value):
             raise UserError(f"config key model.{name}: {value}, but the draft at {source} has {saved_value}; omit it")
+    _check_list_size(config, saved_size, source)
+    assert isinstance(saved, DraftOptions)
+    options = {name: getattr(saved, name) for name in FIXED} | {"kv_layers": list(saved.kv_layers)}
+    model = replace(config.model, **options, draft_vocabulary=saved_size)
+    return replace(config, model=model)
+
+
+def _with_own_options(config: TrainConfig, saved: Options, saved_size: int | None, source: str) -> TrainConfig:
+    """`with_draft_options` where the saved or the configured draft is of another architecture than GLIDE."""
+    name, stated = saved.architecture, config.model.architecture_options
+    if config.model.architecture not in (GLIDE, name):
+        given = config.model.architecture
+        raise UserError(f"config key model.architecture: {given}, but the draft at {source} is a {name} draft; omit it")
+    own = asdict(saved)
+    for option, value in stated.items():
+        asked = tuple(value) if isinstance(value, list) else value
+        if option != "window" and asked != own.get(option):
+            raise UserError(
+                f"config key model.architecture_options.{option}: {value}, but the draft at {source} has {own.get(option)}; omit it"
+            )
+    _check_list_size(config, saved_size, source)
+    plain = {key: getattr(ModelConfig(), key) for key in OPTION_KEYS}
+    options = {option: list(value) if isinstance(value, tuple) else value for option, value in (own | stated).items()}
+    model = replace(config.model, **plain, architecture=name, architecture_options=options, draft_vocabulary=saved_size)
+    return replace(config, model=model)
+
+
+def _check_list_size(config: TrainConfig, saved_size: int | None, source: str) -> None:
     size = config.model.draft_vocabulary
     if size not in (None, saved_size):
         own = "the whole vocabulary" if saved_size is None else f"a list of {saved_size} tokens"
         raise UserError(f"config key model.draft_vocabulary: {size}, but the draft at {source} has {own}; omit it")
-    options = {name: getattr(saved, name) for name in FIXED} | {"kv_layers": list(saved.kv_layers)}
-    model = replace(config.model, **options, draft_vocabulary=saved_size)
-    return replace(config, model=model)
 
 
 def check_same_run(

@@ -23,10 +23,12 @@ from longspec.train.micro_batches import (
     EngineInputs,
     StepBatches,
     batch_positions,
+    draw_lags,
     engine_inputs,
     take_micro_batches,
+    weighted_sum,
 )
-from longspec.train.positions import micro_step_generator, random_lags
+from longspec.train.positions import micro_step_generator
 from longspec.train.resume import rows_per_step
 from longspec.train.sampler import ResumableSampler
 
@@ -162,10 +164,7 @@ class OptimizerSteps:
         # Positions first, then lags: a resumed run draws them in the same order.
         generator = micro_step_generator(self.config.seed, micro_step, self.sampler.rank)
         positions = batch_positions(batch, variant, self.inputs.max_positions, generator)
-        # The base variant has GLIDE's block pattern instead of lags.
-        lags = None
-        if variant.name != "base":
-            lags = random_lags(len(batch["cu_seqlens"]) - 1, variant.depth, generator)
+        lags = draw_lags(batch, self.engine.module.draft_model, variant, generator)
         return engine_inputs(batch, positions, lags, self.objective, self.engine.device)
 
     def forward(self, micro_step: int, inputs: EngineInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -175,7 +174,8 @@ class OptimizerSteps:
         """
         # Dropout and the like would otherwise depend on how often the run was resumed.
         torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.sampler.rank).initial_seed())
-        return self.engine(**inputs)
+        result = self.engine(**inputs)
+        return weighted_sum(result, self.engine.module.draft_model) if isinstance(result, list) else result
 
     def start_target_pass(self, inputs: EngineInputs) -> None:
         """Start the target's pass over the next micro-batch, if the target runs as a CUDA graph.

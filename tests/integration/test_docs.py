@@ -18,11 +18,13 @@ from pairs import save_target
 from training_fixtures import launch, make_target, metrics, write_texts
 
 import longspec
-from longspec import generate
+from longspec import generate, load_pair
 from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.inference import methods
+from longspec.inference.drafting import decoders
 from longspec.longbench.command import parse_options
+from longspec.models import architectures
 from longspec.pipeline import command as draft_command
 from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, typed
@@ -155,13 +157,53 @@ def test_own_loss_page_trains(tmp_path: Path) -> None:
     (tmp_path / "train_mine.py").write_text(script)
     (line,) = commands(ROOT / "docs" / "own-loss.md")
     overrides = [word for word in line if word.startswith("loss=")]
-    small = [f"model_name_or_path={tmp_path}/target", f"data.files=[{tmp_path}/data.jsonl]", "max_steps=2"]
-    small += [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache", "data.max_length=64"]
-    small += ["per_device_train_batch_size=1", "gradient_accumulation_steps=1", "data.num_proc=1", "data.num_workers=0"]
-    done = launch("your-model", *overrides, *small, ranks=1, script=str(tmp_path / "train_mine.py"))
+    done = launch("your-model", *overrides, *small_run(tmp_path), ranks=1, script=str(tmp_path / "train_mine.py"))
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
     assert all(0 < line["loss"] < 1 for line in metrics(tmp_path / "out"))
+
+
+def test_own_draft_page_trains_and_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The toy trains as one rank on the CPU. Its saved draft is loaded, and its tree is accepted in part."""
+    make_target(tmp_path / "target")
+    write_texts(tmp_path / "data.jsonl", count=6)
+    script, measuring = blocks(ROOT / "docs" / "own-draft.md", "python")
+    assert len(script.splitlines()) <= 80
+    (tmp_path / "train_toy.py").write_text(script)
+    (line,) = commands(ROOT / "docs" / "own-draft.md")
+    overrides = [word for word in line if word.startswith("model.")]
+    overrides += small_run(tmp_path) + ["model.architecture_options.width=48", "learning_rate=0.01", "max_steps=4"]
+    done = launch("your-model", *overrides, ranks=1, script=str(tmp_path / "train_toy.py"))
+    assert done.returncode == 0, done.stderr
+    losses = [line["loss"] for line in metrics(tmp_path / "out")]
+    assert losses[-1] < losses[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(architectures, "_classes", dict(architectures._classes))
+        patch.setattr(decoders, "_decoders", dict(decoders._decoders))
+        patch.syspath_prepend(tmp_path)
+        patch.delitem(sys.modules, "train_toy", raising=False)
+        measuring = measuring.replace("TARGET", f"{tmp_path}/target").replace("outputs/toy", f"{tmp_path}/out")
+        names: dict[str, Any] = {}
+        exec(compile(measuring, "own-draft.md", "exec"), names)
+        figures = dict(re.findall(r"(\w+): (\d\.\d\d) tokens per round", capsys.readouterr().out))
+        assert float(figures["tree"]) > float(figures["vanilla"]) == 1
+        model, prompts = names["model"], [[5, 6, 7, 8], [9, 8]]
+        assert type(model.draft_model).__name__ == "ToyDraft" and model.draft_model.options.width == 48
+        for method in ("seq", "auto"):
+            greedy = [generate(model, prompts, method=name, max_new_tokens=24) for name in ("vanilla", method)]
+            assert torch.equal(greedy[0].sequences, greedy[1].sequences)
+        with pytest.raises(UserError, match="there is an architecture 'toy'"):
+            names["train_toy"].register_draft(names["train_toy"].ToyDraft, names["train_toy"].ToyDecoder)
+    with pytest.raises(UserError, match="no draft architecture 'toy'"):
+        load_pair(str(tmp_path / "target"), draft=str(tmp_path / "out" / "checkpoint-last"))
+
+
+def small_run(folder: Path) -> list[str]:
+    """Overrides for a run of two steps on the CPU."""
+    small = [f"model_name_or_path={folder}/target", f"data.files=[{folder}/data.jsonl]", "max_steps=2"]
+    small += [f"output_dir={folder}/out", f"data.cache_dir={folder}/cache", "data.max_length=64"]
+    small += ["per_device_train_batch_size=1", "gradient_accumulation_steps=1", "data.num_proc=1", "data.num_workers=0"]
+    return small
 
 
 def test_api_reference_describes_the_public_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

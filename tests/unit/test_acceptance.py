@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 from longspec.inference.acceptance import Accepted, accept, follow
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
+from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.options import filter_values
 from longspec.inference.request import Sampling
@@ -206,6 +207,7 @@ class LanguageChain:
     """A ChainModel that says what a language says."""
 
     reads_hidden = False
+    layer_inputs = ()
     ids = None
     columns = VOCAB
 
@@ -244,6 +246,7 @@ class LanguageDraft:
     """In place of the tree drafter's GLIDE draft: says what a language says, after at most one token."""
 
     reads_hidden = False
+    layer_inputs = ()
     ids = None
     columns = VOCAB
 
@@ -253,16 +256,16 @@ class LanguageDraft:
 
     def feature(self, cache: object) -> None: ...
 
-    def level(self, tokens: Tensor, level: int, *_: object) -> Tensor:
-        known = [self.language((token,) if level else ()).log() for token in range(VOCAB)]
-        return torch.stack(known)[tokens]
+    def level(self, level: Level, *_: object) -> Tensor:
+        known = [self.language((token,) if level.depth else ()).log() for token in range(VOCAB)]
+        return torch.stack(known)[level.tokens]
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 3)])
 def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 trees of the drafter against the law of sampling without replacement; chi-square at a level of 1e-6."""
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
-    monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
+    monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
     sampler = row_sampler(1.0, count).drafting()
     runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject")  # type: ignore[arg-type]
@@ -282,7 +285,7 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
 def test_selected_trees_follow_the_law_that_was_integrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the nodes that the drafter selects from its trees."""
     q, count, shape, nodes = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000, (2, 3), 4
-    monkeypatch.setattr(tree_drafting, "GlideDraft", lambda *_: LanguageDraft(q))
+    monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
     sampler = row_sampler(1.0, count).drafting()
     runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject", nodes=nodes)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from samplers import sampler
 from sglang_kernels import KERNELS, Pool, parents_of
 
 from longspec.errors import UserError
+from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
@@ -100,7 +101,7 @@ def test_each_level_has_the_logits_of_our_own_draft(
     assert len(levels) == STEPS
     for number, ((first, visible), tokens) in enumerate(zip(levels, read, strict=True)):
         padded = torch.nn.functional.pad(visible, (0, nodes - visible.shape[2]))
-        expected = tree.draft.level(tokens, number, first, padded, engine.cache, feature)
+        expected = tree.draft.level(Level(tokens, tokens, number, first, padded), engine.cache, feature)
         actual = logits[number]
         if listed is not None:
             expected = torch.stack([tree.draft.head.whole(expected[:, n]) for n in range(expected.shape[1])], 1)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from longspec.kernels.training.segments import Segments
 from longspec.models import target_graph
-from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, Passed, TargetGraphs
+from longspec.models.draft import TargetStates
+from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, TargetGraphs
 from longspec.train.loss import DraftLoss
 
 
@@ -26,7 +27,7 @@ def test_small_passes_of_a_kind_that_comes_again_are_captured(monkeypatch: pytes
     plain: list[tuple[Any, bool]] = []
     captured: list[tuple[Any, bool]] = []
 
-    def run(input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> Passed:
+    def run(input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> TargetStates:
         plain.append((input_ids.shape, whole))
         return input_ids, [(input_ids, input_ids)]
 
@@ -71,7 +72,7 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bo
     assert len(passes.graphs) == 1
 
 
-def each(change: Any, passed: Passed) -> Passed:
+def each(change: Any, passed: TargetStates) -> TargetStates:
     """`change` of every tensor."""
     hidden, layers = passed
     return None if hidden is None else change(hidden), [(change(keys), change(values)) for keys, values in layers]

@@ -58,7 +58,7 @@ def load(work: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
 
 def idle_engine() -> SimpleNamespace:
     """An engine that is never called; its draft has no vocabulary list."""
-    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None))
+    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None, trained_lags=None))
     return SimpleNamespace(device=torch.device("cpu"), module=pair)
 
 
@@ -205,7 +205,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
         module=SimpleNamespace(
             target_pass=SimpleNamespace(begin=begin),
             needs_whole_pass=lambda objective: objective.reads_target,
-            draft_model=SimpleNamespace(vocabulary=None),
+            draft_model=SimpleNamespace(vocabulary=None, trained_lags=None),
         ),
         optimizer=SimpleNamespace(param_groups=[]),
         backward=lambda loss: done.append(("backward", None)),

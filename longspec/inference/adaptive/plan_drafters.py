@@ -19,7 +19,7 @@ from longspec.inference.adaptive.plans import (
     Plan,
 )
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
 from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
 from longspec.inference.drafting.tree import TreeDrafter
@@ -57,24 +57,24 @@ def _tree_plans(trees: Sequence[tuple[int, int | None]], drafting: Drafting) -> 
 class PlanDrafter(WrappedDrafter):
     """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
 
-    def __init__(self, drafter: Drafter, history: LookupDrafter, draft: GlideDraft | None, reads_hidden: bool) -> None:
-        """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft of a tree;
-        None for other plans. reads_hidden: whether the pair's draft reads hidden states, so that the rounds of every
-        plan store them."""
+    def __init__(self, drafter: Drafter, history: LookupDrafter, draft: DraftDecoder | None, whole: DraftState) -> None:
+        """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft that the plan's
+        rounds feed, if any. whole: the drafter of all plans; the rounds of each plan pass on what its draft reads."""
         super().__init__(drafter)
         self.history = history
         self.draft = draft
-        self.reads_hidden = reads_hidden
+        self.whole = whole
+        self.reads_hidden, self.layer_inputs = whole.reads_hidden, whole.layer_inputs
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
         draft = self.draft and self.draft.narrow(rows)
         history = self.history.share(rows, sampler)
-        return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.reads_hidden)
+        return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.whole)
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
         self.history.feed(tokens, positions, valid)
         if self.draft is not None:
-            self.draft.feed(tokens, positions, valid)
+            self.draft.feed(tokens, positions, valid, states)
 
 
 class PlanDrafters(DraftState):
@@ -92,7 +92,7 @@ class PlanDrafters(DraftState):
         self.nodes = max(plan.nodes for plan in self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
         self.history = LookupDrafter(batch, self.depth, runner.device)
-        self.draft: GlideDraft | None = None
+        self.draft: DraftDecoder | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
@@ -103,20 +103,22 @@ class PlanDrafters(DraftState):
             self.tree = TreeDrafter(runner, batch, tree_shape, sampler, drafting.tree_rule, lookup=branches)
             self.draft = self.tree.draft
             self.depth = max(self.depth, self.tree.depth)
-        self.reads_hidden = self.draft is not None and self.draft.reads_hidden
+        if self.draft is not None:
+            self.reads_hidden, self.layer_inputs = self.draft.reads_hidden, self.draft.layer_inputs
         self.kind: Hashable = (type(self), self.plans, None if self.tree is None else self.tree.kind)
 
     def for_plan(self, plan: Plan | None) -> PlanDrafter:
         assert plan is not None
         drafter: Drafter = NoDraft()
-        draft = None
+        # What the target computes at a token is gone after its round.
+        draft = self.draft if self.layer_inputs else None
         if plan.kind == "lookup":
             drafter = self.history.with_depth(plan.nodes - 1)
         elif plan.kind == "tree":
             assert self.tree is not None
             drafter = self.tree.cut(plan.nodes, plan.levels)
-            draft = self.tree.draft
-        return PlanDrafter(drafter, self.history, draft, self.reads_hidden)
+            draft = self.draft
+        return PlanDrafter(drafter, self.history, draft, self)
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
         part = copy(self)
@@ -129,8 +131,13 @@ class PlanDrafters(DraftState):
     def reserve(self, capacity: int) -> None:
         self.history.reserve(capacity)
         if self.tree is not None:
+            self.tree.reserve(capacity)
             assert self.tree.lookup is not None
             self.tree.lookup.share_history(self.history.history)
+
+    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
+        if self.draft is not None:
+            self.draft.feed(tokens, positions, valid, states)
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         self.history.start(prompts, lengths)
@@ -141,5 +148,5 @@ class PlanDrafters(DraftState):
         return self.history.row_states() if self.tree is None else self.tree.row_states()
 
     def refill(self, lengths: Tensor) -> None:
-        if self.draft is not None:
-            self.draft.fill(self.history.history, lengths.long())
+        if self.draft is not None and not self.layer_inputs:
+            self.draft.refill(self.history.history, lengths.long())

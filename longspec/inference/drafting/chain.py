@@ -1,4 +1,4 @@
-"""Chain drafting: one token after another, by the GLIDE draft (`seq`) or by the target itself (`magicdec`)."""
+"""Chain drafting: one token after another, by the draft (`seq`) or by the target itself (`magicdec`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ class ChainModel(Protocol):
     """A model that continues a chain token by token."""
 
     reads_hidden: bool
+    layer_inputs: tuple[int, ...]
+
+    def reserve(self, capacity: int) -> None: ...
 
     def narrow(self, rows: slice) -> ChainModel:
         """The model for some consecutive rows, on the same state."""
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None: ...
 
     def row_states(self) -> list[Tensor]: ...
 
@@ -42,17 +45,23 @@ class ChainDrafter(Drafter):
         self.depth = gamma
         self.nodes = gamma + 1
         self.kind: Hashable = (type(self), type(model), gamma)
-        self.reads_hidden = model.reads_hidden
+        self.reads_hidden, self.layer_inputs = model.reads_hidden, model.layer_inputs
         self.sampler = sampler
 
     def share(self, rows: slice, sampler: Sampler) -> ChainDrafter:
         return ChainDrafter(self.model.narrow(rows), self.depth, sampler)
 
+    def reserve(self, capacity: int) -> None:
+        self.model.reserve(capacity)
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         self.model.start(prompts, lengths)
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        self.model.feed(tokens, positions, valid)
+    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
+        self.model.feed(tokens, positions, valid, states)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
+        self.model.feed(tokens, positions, valid, states)
 
     def row_states(self) -> list[Tensor]:
         return self.model.row_states()

@@ -71,7 +71,7 @@ class LookupDrafter(Drafter):
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         store_prompts(self.history, prompts)
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
         store_tokens(self.history, tokens, positions, valid)
 
     def row_states(self) -> list[Tensor]:

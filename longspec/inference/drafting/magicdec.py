@@ -21,10 +21,14 @@ class SparseTarget:
     """
 
     reads_hidden = False
+    layer_inputs: tuple[int, ...] = ()
 
     def __init__(self, runner: Runner, gamma: int) -> None:
         self.runner = runner
         self.gamma = gamma
+
+    def reserve(self, capacity: int) -> None:
+        pass
 
     def narrow(self, rows: slice) -> SparseTarget:
         return self
@@ -32,7 +36,7 @@ class SparseTarget:
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         pass  # its whole state is the target's cache
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
         pass
 
     def row_states(self) -> list[Tensor]:

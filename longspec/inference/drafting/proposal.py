@@ -79,6 +79,9 @@ class DraftState:
     """A key that is equal for drafters which launch the same kernels, given the same batch size."""
     reads_hidden: bool = False
     """Whether `propose` reads `TargetCache.newest_hidden`."""
+    layer_inputs: tuple[int, ...] = ()
+    """Layers of the target whose inputs the draft reads: `feed` gets those at accepted tokens, and `feed_prompt` those
+    at the prompt's."""
     plans: tuple[Plan, ...] = ()
     """The plans of method "auto"; empty for other methods."""
 
@@ -91,6 +94,9 @@ class DraftState:
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
+
+    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
+        """Take a chunk of the prompts, before `start`, if `layer_inputs` has any. Arguments as in `Drafter.feed`."""
 
     def row_states(self) -> list[Tensor]:
         """All tensors [B, ...] that hold state of the rows, as views: copying a row of each moves a row's draft."""
@@ -111,10 +117,11 @@ class Drafter(DraftState):
         """Propose a tree. root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
         raise NotImplementedError
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
         """Take accepted tokens, in order of position: each token exactly once.
 
         tokens, positions: LongTensor [B, depth + 1]; valid: bool [B, depth + 1], False for entries to be ignored.
+        states: [B, depth + 1, n · hidden], what the target's n layers `layer_inputs` read at these tokens.
         """
 
     def for_plan(self, plan: Plan | None) -> Drafter:
@@ -129,7 +136,7 @@ class WrappedDrafter(Drafter):
         self.depth = drafter.depth
         self.nodes = drafter.nodes
         self.kind = (type(self), drafter.kind)
-        self.reads_hidden = drafter.reads_hidden
+        self.reads_hidden, self.layer_inputs = drafter.reads_hidden, drafter.layer_inputs
 
     def reserve(self, capacity: int) -> None:
         self.drafter.reserve(capacity)
@@ -137,8 +144,9 @@ class WrappedDrafter(Drafter):
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         self.drafter.start(prompts, lengths)
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        self.drafter.feed(tokens, positions, valid)
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
+        more = () if states is None else (states,)  # a drafter of the user's own need not know the argument
+        self.drafter.feed(tokens, positions, valid, *more)
 
     def row_states(self) -> list[Tensor]:
         return self.drafter.row_states()

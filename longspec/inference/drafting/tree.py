@@ -12,7 +12,8 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.cache import Fault, TargetCache
-from longspec.inference.drafting.glide import GlideDraft
+from longspec.inference.drafting.decoder import DraftDecoder, Level
+from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.runner import Runner
@@ -44,7 +45,7 @@ class TreeDrafter(Drafter):
         shape: Sequence[int],
         sampler: Sampler,
         tree_rule: str,
-        draft: GlideDraft | None = None,
+        draft: DraftDecoder | None = None,
         nodes: int | None = None,
         lookup: LookupBranches | None = None,
     ) -> None:
@@ -64,13 +65,13 @@ class TreeDrafter(Drafter):
         self.selects = self.nodes < grown_nodes or lookup is not None
         self.sampler = sampler.on(runner.backend)
         self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
-        self.draft = draft or GlideDraft(runner, batch, grown_nodes)
+        self.draft = draft or new_decoder(runner, batch, grown_nodes)
         if self.draft.ids is not None and max(self.shape) > self.draft.columns:
             raise UserError(
                 f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
                 f"{self.draft.columns} nodes"
             )
-        self.reads_hidden = self.draft.reads_hidden
+        self.reads_hidden, self.layer_inputs = self.draft.reads_hidden, self.draft.layer_inputs
 
         # Every round grows the tree in the same tensors.
         is_sampled = tree_rule == "reject" and not sampler.greedy
@@ -93,9 +94,8 @@ class TreeDrafter(Drafter):
         lookup = self.lookup and self.lookup.narrow(rows)
         # A greedy tree and a sampled one have different tensors, so such a part grows its own.
         if sampler.greedy != self.sampler.greedy:
-            return TreeDrafter(
-                self.runner, len(draft.cache.keys), self.shape, sampler, self.tree_rule, draft, self.nodes, lookup
-            )
+            batch = len(self.tree.tokens[rows])
+            return TreeDrafter(self.runner, batch, self.shape, sampler, self.tree_rule, draft, self.nodes, lookup)
 
         part = copy(self)
         part.sampler = sampler.on(self.runner.backend)
@@ -129,6 +129,7 @@ class TreeDrafter(Drafter):
         return min(max(len(self.shape), self.lookup.depth if self.lookup else 0), self.nodes - 1)
 
     def reserve(self, capacity: int) -> None:
+        self.draft.reserve(capacity)
         if self.lookup is not None:
             self.lookup.reserve(capacity)
 
@@ -137,8 +138,11 @@ class TreeDrafter(Drafter):
         if self.lookup is not None:
             self.lookup.start(prompts, lengths)
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        self.draft.feed(tokens, positions, valid)
+    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
+        self.draft.feed(tokens, positions, valid, states)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
+        self.draft.feed(tokens, positions, valid, states)
         if self.lookup is not None:
             self.lookup.feed(tokens, positions, valid)
 
@@ -155,8 +159,8 @@ class TreeDrafter(Drafter):
         terms = self.sampler.draft_terms(self.runner.config.vocab_size, self.draft.ids)
         above = slice(0, 1)  # node numbers of the level above
         for level, width in enumerate(self.shape):
-            nodes = (tree.tokens[:, above], level, above.start, tree.visible[:, above])
-            logits = self.draft.level(*nodes, cache, feature)
+            nodes = Level(tree.tokens[:, above], tree.parents[:, above], level, above.start, tree.visible[:, above])
+            logits = self.draft.level(nodes, cache, feature)
             logits = logits if terms is None else terms.applied(logits)
             if self.q is None:
                 # At temperature 0 the paths are ranked by the draft's own probabilities.

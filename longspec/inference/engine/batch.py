@@ -59,7 +59,6 @@ class Batch(BatchRows):
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
-        self.reader = PromptReader(runner, self.cache, prefill_chunk)
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
         if pooled is not None:
             self.sizes = [max_rows]
@@ -69,6 +68,8 @@ class Batch(BatchRows):
         self.drafter = new_drafter(runner, drafting, max_rows, sampler, is_served=len(kinds) > 1)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
+        layers = self.drafter.layer_inputs
+        self.reader = PromptReader(runner, self.cache, prefill_chunk, layers, self.starter.feed)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
         self.drafters: dict[SamplingKind, DraftState] = {kinds[0]: self.drafter}

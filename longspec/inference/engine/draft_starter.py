@@ -48,6 +48,10 @@ class DraftStarter:
             self.length.fill_(count)
             self._passes[row]()
 
+    def feed(self, rows: slice, *chunk: Tensor) -> None:
+        """Feed a chunk of the prompts of some consecutive rows; see `DraftState.feed_prompt`."""
+        self._part(rows).feed_prompt(*chunk)
+
     def _part(self, rows: slice) -> DraftState:
         # A drafting method of the user's own need not share its state.
         return self.drafter if rows == slice(0, self.rows) else self.drafter.share(rows, self.sampler)

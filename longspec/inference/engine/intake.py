@@ -140,6 +140,8 @@ class Intake:
 
     def _is_read(self, prompt: np.ndarray) -> bool:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
+        if self.batch.drafter.layer_inputs:
+            return False
         unread = [(row.job.prompt, len(row.tokens)) for row in self.reading if row.job is not None]
         return any(common_prefix(prompt, other) - start >= LEAST_SHARED for other, start in unread)
 
@@ -149,7 +151,8 @@ class Intake:
         row, source, cached = self.rows.take(prompt)
         if self.refill > 1:
             cached -= cached % LEAST_SHARED  # rows that have read equally many tokens are read together
-        if request.scores_prompt:  # each of its tokens has to be read
+        # To score a prompt, and for a draft that reads layers, the target has to read each of its tokens.
+        if request.scores_prompt or self.batch.drafter.layer_inputs:
             source, cached = row, 0
         # The longest common prefix may be in a row that is busy, so it is copied.
         if row is not source:

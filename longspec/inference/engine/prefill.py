@@ -5,7 +5,7 @@ Where FlashAttention-3 runs, a chunk of one row can be a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from longspec.inference.cache import TargetCache
 from longspec.inference.engine.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.device import upload
+from longspec.models.target_attention import LayerInputs
 
 PREFILL_TOKENS = 4096
 """Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
@@ -24,12 +25,17 @@ again, so chunks must be long."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 
+Feed = Callable[[slice, Tensor, Tensor, Tensor, Tensor], None]
+"""(rows, tokens, positions, valid, states): see `DraftState.feed_prompt`."""
+
 
 class PromptReader:
     """Passes over some tokens of rows, which follow the tokens that the rows hold."""
 
-    def __init__(self, runner: Runner, cache: TargetCache, largest: int) -> None:
-        """largest: most tokens of a captured pass."""
+    def __init__(
+        self, runner: Runner, cache: TargetCache, largest: int, layers: Sequence[int] = (), feed: Feed | None = None
+    ) -> None:
+        """largest: most tokens of a captured pass. feed: gets the inputs of `layers`, if there are any."""
         self.runner = runner
         self.cache = cache
         capacity = cache.keys.shape[3]
@@ -42,12 +48,14 @@ class PromptReader:
         self.span = torch.zeros(3, 1, dtype=torch.int32, device=device)
         self.row, self.start, self.count = self.span
         """int32 [1] each: row, position of the first token, number of tokens."""
+        self.layers, self.feed = layers, feed
         self._passes: dict[int, CapturedPass[Tensor]] = {}
         """The captured pass of each size."""
 
     def capture(self) -> None:
         """Capture a pass of each size, if the device can. The cache must be empty."""
-        if not self.runner.capturable or self.runner.attention.chunk(self.row, self.start) is None:
+        # A draft that reads layers takes the tokens of a row that the host names.
+        if self.layers or not self.runner.capturable or self.runner.attention.chunk(self.row, self.start) is None:
             return
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             chunk = partial(self._chunk, size)
@@ -64,7 +72,7 @@ class PromptReader:
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
         if size is None or len(ends) > 1:
-            hidden = self._at_ends(self._read_eagerly(rows, tokens, start), start, ends)
+            hidden = self._at_ends(self._read_eagerly(rows, tokens, start, ends), start, ends)
         else:
             self.tokens[:, :count] = tokens
             span = torch.tensor([[rows.start], [start], [count]], dtype=torch.int32)
@@ -75,7 +83,7 @@ class PromptReader:
 
     def read_all(self, row: int, tokens: Tensor, start: int) -> Tensor:
         """Read tokens [1, T] of one row; the hidden states [1, T, hidden] at all of them."""
-        hidden = self._read_eagerly(slice(row, row + 1), tokens, start)
+        hidden = self._read_eagerly(slice(row, row + 1), tokens, start, [start + tokens.shape[1]])
         self.cache.lengths[row] = start + tokens.shape[1]
         return hidden
 
@@ -93,8 +101,8 @@ class PromptReader:
         last = (self.count - 1).clamp(min=0).long()
         return hidden.index_select(1, last)
 
-    def _read_eagerly(self, rows: slice, tokens: Tensor, start: int) -> Tensor:
-        """A pass over tokens [n, T]; the hidden states [n, T, hidden]."""
+    def _read_eagerly(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
+        """A pass over tokens [n, T], of rows that end at `ends`; the hidden states [n, T, hidden]."""
         end = start + tokens.shape[1]
         positions = torch.arange(start, end, device=tokens.device).expand(len(tokens), -1)
 
@@ -103,7 +111,12 @@ class PromptReader:
             return self.runner.attention.prefill(q, k[:, :, :end], v[:, :, :end], scale)
 
         # A token at position p is stored in slot p. Padding is stored, too, and later overwritten by rounds.
-        return self.runner.target(tokens, positions, self.cache.narrow(rows), positions, attend)
+        states = LayerInputs(self.layers)
+        hidden = self.runner.target(tokens, positions, self.cache.narrow(rows), positions, attend, states)
+        if self.feed is not None and (read := states.joined()) is not None:
+            valid = positions < upload(torch.tensor(ends), tokens.device)[:, None]
+            self.feed(rows, tokens, positions, valid, read)
+        return hidden
 
     @staticmethod
     def _at_ends(hidden: Tensor, start: int, ends: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from longspec.inference.engine.kernel_key import KernelKey, kernel_key
 from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, pack
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+from longspec.models.target_attention import LayerInputs
 
 Round = Callable[[Tensor], RoundResult]
 """`Rounds.round`, or a captured one."""
@@ -63,7 +64,8 @@ class Rounds:
         # Draft and verify.
         cache = self.cache.reading(active)
         proposal = self.drafter.propose(self.root, cache)
-        hidden = self.forward_tree(proposal, cache)
+        states = LayerInputs(self.drafter.layer_inputs)
+        hidden = self.forward_tree(proposal, cache, states)
         logits = self.runner.logits(hidden)
 
         # Accept. The bonus token costs no pass of its own: its distribution is that of the last accepted node.
@@ -78,7 +80,10 @@ class Rounds:
         count = torch.where(active, accepted.count + 1, 0)
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)
-        self.drafter.feed(path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None])
+        fed = [path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None]]
+        if (read := states.joined()) is not None:
+            fed.append(read.gather(1, accepted.path[..., None].expand(-1, -1, read.shape[2])))
+        self.drafter.feed(*fed)
         # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
         emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
         self.sampler.append(emitted, count)
@@ -94,14 +99,14 @@ class Rounds:
         """The target's logits [B, N, V] at every node of the tree."""
         return self.runner.logits(self.forward_tree(proposal, self.cache))
 
-    def forward_tree(self, proposal: Proposal, cache: TargetCache) -> Tensor:
+    def forward_tree(self, proposal: Proposal, cache: TargetCache, states: LayerInputs | None = None) -> Tensor:
         """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
 
         The nodes' keys and values go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the
-        accepted ones into place.
+        accepted ones into place. states: collects inputs of layers at every node.
         """
         slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
         # A row without a prefix to read attends to other slots than its nodes', and its result is not used.
         attend = self.runner.attention.hybrid(cache.prefix_lengths, proposal.visible)
-        return self.runner.target(proposal.tokens, positions, cache, slots, attend)
+        return self.runner.target(proposal.tokens, positions, cache, slots, attend, states)

@@ -10,6 +10,7 @@ from torch import Tensor
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.admission import slots_for
+from longspec.inference.engine.draft_starter import DraftStarter
 from longspec.inference.engine.prefill import PREFILL_TOKENS, PromptReader
 from longspec.inference.engine.rounds import Rounds
 from longspec.inference.runner import Runner
@@ -45,7 +46,8 @@ class StaticBatch(Rounds):
 
     def prefill(self) -> Tensor:
         """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
-        reader, ends = PromptReader(self.runner, self.cache, 1), []
+        starter = DraftStarter(self.drafter, len(self.root), self.capacity, self.sampler, self.root.device)
+        reader, ends = PromptReader(self.runner, self.cache, 1, self.drafter.layer_inputs, starter.feed), []
         for row, length in enumerate(self.prompt_lengths):
             own = slice(row, row + 1)
             for start in range(0, length, PREFILL_TOKENS):

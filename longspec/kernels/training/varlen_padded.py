@@ -195,3 +195,9 @@ def _block_causal(q: Tensor, k: Tensor, v: Tensor, scale: float, block: int) -> 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[G, K, T, D] -> [G, heads, T, D]. With grouped heads torch would compute dense scores outside of flash-attn."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def on_flat(attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Run a varlen attention on tensors [B, H, T, D]; it takes flattened tokens [B·T, H, D]."""
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return attention(*flat).unflatten(0, (q.shape[0], -1)).transpose(1, 2)

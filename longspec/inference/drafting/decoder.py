@@ -1,0 +1,116 @@
+"""The interface of a draft in decoding, and the decoders of the draft architectures by name."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import TargetCache
+from longspec.inference.runner import Runner
+from longspec.models.draft import Draft
+
+
+class Level(NamedTuple):
+    """The n nodes of one level of a tree, numbered first ... first + n - 1."""
+
+    tokens: Tensor
+    """LongTensor [B, n]."""
+    parents: Tensor
+    """LongTensor [B, n]: the number of each node's parent; -1 for the root."""
+    depth: int
+    """0 for the root."""
+    first: int
+    visible: Tensor
+    """bool [B, n, N]: the nodes that each of them sees, itself included."""
+
+
+class DraftDecoder:
+    """The decoding state of a draft for B rows. Its methods use tensor operations of static shape, so that they can be
+    captured in a CUDA graph. Without its own implementation a method but `level` does nothing."""
+
+    reads_hidden: bool = False
+    """Whether it reads `TargetCache.newest_hidden`."""
+    layer_inputs: tuple[int, ...] = ()
+    """Layers of the target whose inputs `feed` gets. The prompt's tokens are then fed as well, before `start`."""
+    ids: Tensor | None = None
+    """LongTensor [B, C]: the token of each column of the logits; None if columns are tokens."""
+
+    def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
+        """nodes: largest number of nodes of a tree, the root included."""
+        self.runner = runner
+        self.nodes = nodes
+
+    @property
+    def draft(self) -> Draft:
+        """The draft's module. Its weights may be replaced between two calls of `generate`."""
+        return self.runner.model.draft_model
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings [B, T, hidden] of tokens [B, T]."""
+        embeddings: Tensor = self.runner.model.model.embed_tokens(tokens)
+        return embeddings
+
+    @property
+    def columns(self) -> int:
+        """Number of columns C of the logits, at most V."""
+        return self.runner.config.vocab_size if self.ids is None else self.ids.shape[1]
+
+    def reserve(self, capacity: int) -> None:
+        """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
+
+    def narrow(self, rows: slice) -> Self:
+        """The decoder for some consecutive rows, on the same state."""
+        return copy(self)
+
+    def with_nodes(self, nodes: int) -> Self:
+        """The decoder for trees of fewer nodes, on the same state."""
+        part = copy(self)
+        part.nodes = nodes
+        return part
+
+    def row_states(self) -> list[Tensor]:
+        """All tensors [B, ...] that hold state of the rows, as views."""
+        return []
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
+        """Take accepted tokens at consecutive positions, each token once.
+
+        tokens, positions: LongTensor [B, T]; valid: bool [B, T]. states: [B, T, n · hidden], the inputs of the target's
+        n layers `layer_inputs` at these tokens; None without any.
+        """
+
+    def refill(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Take the newest tokens of each row, which rounds without the draft did not feed.
+
+        tokens: LongTensor [B, S], the token at each position; lengths: LongTensor [B], the roots' positions. Never
+        called for a decoder with `layer_inputs`, which is fed in every round.
+        """
+
+    def feature(self, cache: TargetCache) -> Tensor | None:
+        """What all levels of a round read of the target, if anything; passed to `level`."""
+        return None
+
+    def level(self, level: Level, cache: TargetCache, feature: Tensor | None) -> Tensor:
+        """Logits [B, n, C] at the nodes of a level, from which the next level is grown.
+
+        The root is at position cache.lengths, int32 [B], and the target has read the tokens before it.
+        """
+        raise NotImplementedError
+
+    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None) -> Tensor:
+        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of a chain."""
+        visible = (torch.arange(self.nodes, device=tokens.device) <= step).expand(len(tokens), 1, -1)
+        parents = torch.full_like(tokens, step - 1)[:, None]
+        return self.whole(self.level(Level(tokens[:, None], parents, step, step, visible), cache, feature)[:, 0])
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
+        if self.ids is None:
+            return logits
+        return logits.new_full((len(logits), self.runner.config.vocab_size), -torch.inf).scatter(1, self.ids, logits)
