@@ -164,9 +164,10 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         dtype (or torch_dtype): a floating-point dtype, or "auto" (the default), that of the target's files.
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature, mlp_size: see
-        `DraftOptions`; None is the saved draft's own value, else the published one. architecture,
-        architecture_options: those of a draft that is not GLIDE (see docs/own-draft.md); None is the saved draft's own. ignore_mismatched_sizes has no
-        effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for all.
+        `DraftOptions`; None is the saved draft's own value, else the published one. architecture, architecture_options:
+        of a draft that is not GLIDE (see docs/own-draft.md); None is the saved draft's own. ignore_mismatched_sizes has
+        no effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for
+        all.
         Raises UserError, also for unknown arguments and a draft that does not fit.
         """
         if unknown:
@@ -180,7 +181,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
         named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in asked.items() if value is not None}
         if architecture not in (None, GLIDE) and named:
-            raise UserError(f"{next(n for n in asked if asked[n] is not None)}: an option of GLIDE; use architecture_options")
+            raise UserError(
+                f"{next(n for n in asked if asked[n] is not None)}: an option of GLIDE; use architecture_options"
+            )
         named |= {} if architecture is None else {ARCHITECTURE_KEY: architecture}
         named |= {} if not architecture_options else {OPTIONS_KEY: architecture_options}
         stated = _saved_options(state_dict) | named

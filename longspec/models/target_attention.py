@@ -68,11 +68,12 @@ class LayerInputs:
     """The inputs of chosen layers in one pass of the target."""
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self.kept: dict[int, Tensor] = dict.fromkeys(layers, torch.empty(0))
+        self.layers = tuple(layers)
+        self.kept: dict[int, Tensor] = {}
 
     def see(self, layer: int, hidden: Tensor) -> None:
         """Keep a copy of the input [B, T, hidden] of a layer, if it is chosen."""
-        if layer in self.kept:
+        if layer in self.layers:
             self.kept[layer] = hidden.clone()
 
     @contextmanager
@@ -80,7 +81,7 @@ class LayerInputs:
         """Context in which the modules `layers` of a target show their inputs."""
         hooks = [
             layers[number].register_forward_pre_hook(lambda _, inputs, number=number: self.see(number, inputs[0]))
-            for number in self.kept
+            for number in self.layers
         ]
         try:
             yield
@@ -90,7 +91,7 @@ class LayerInputs:
 
     def joined(self) -> Tensor | None:
         """The inputs of the n chosen layers next to each other, [B, T, n · hidden]; None for n = 0."""
-        return torch.cat(list(self.kept.values()), -1) if self.kept else None
+        return torch.cat([self.kept[layer] for layer in self.layers], -1) if self.layers else None
 
 
 def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cache: Cache, attend: Attend) -> Tensor:

@@ -25,7 +25,7 @@ class ModelConfig:
     ignore_mismatched_sizes: bool = MISSING
     # Configurations in older checkpoints lack the keys below.
     architecture: str = GLIDE
-    """The draft's architecture. The options of GLIDE are the next four keys, those of others are `architecture_options`."""
+    """The draft's architecture. The options of GLIDE are `window` to `mlp_size`, others have `architecture_options`."""
     architecture_options: dict[str, Any] = field(default_factory=dict)
     window: int = WINDOW
     kv_layers: list[int] = field(default_factory=list)

@@ -152,9 +152,8 @@ def _with_own_options(config: TrainConfig, saved: Options, saved_size: int | Non
     for option, value in stated.items():
         asked = tuple(value) if isinstance(value, list) else value
         if option != "window" and asked != own.get(option):
-            raise UserError(
-                f"config key model.architecture_options.{option}: {value}, but the draft at {source} has {own.get(option)}; omit it"
-            )
+            key = f"config key model.architecture_options.{option}"
+            raise UserError(f"{key}: {value}, but the draft at {source} has {own.get(option)}; omit it")
     _check_list_size(config, saved_size, source)
     plain = {key: getattr(ModelConfig(), key) for key in OPTION_KEYS}
     options = {option: list(value) if isinstance(value, tuple) else value for option, value in (own | stated).items()}

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from longspec.longbench.command import parse_options
 from longspec.models import architectures
 from longspec.pipeline import command as draft_command
 from longspec.regenerate import command as regenerate_command
-from longspec.train.config import compose_config, typed
+from longspec.train.config import compose_config, read_config_file, typed
 from longspec.train.recipe import auto_keys, with_auto_values
+from longspec.train.resume import with_draft_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -172,7 +174,7 @@ def test_own_draft_page_trains_and_decodes(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "train_toy.py").write_text(script)
     (line,) = commands(ROOT / "docs" / "own-draft.md")
     overrides = [word for word in line if word.startswith("model.")]
-    overrides += small_run(tmp_path) + ["model.architecture_options.width=48", "learning_rate=0.01", "max_steps=4"]
+    overrides += [*small_run(tmp_path), "model.architecture_options.width=48", "learning_rate=0.01", "max_steps=4"]
     done = launch("your-model", *overrides, ranks=1, script=str(tmp_path / "train_toy.py"))
     assert done.returncode == 0, done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "out")]
@@ -192,6 +194,14 @@ def test_own_draft_page_trains_and_decodes(tmp_path: Path, capsys: pytest.Captur
         for method in ("seq", "auto"):
             greedy = [generate(model, prompts, method=name, max_new_tokens=24) for name in ("vanilla", method)]
             assert torch.equal(greedy[0].sequences, greedy[1].sequences)
+        # A later stage has the draft's architecture without naming it, and may not contradict it.
+        checkpoint = tmp_path / "out" / "checkpoint-last"
+        run = read_config_file(checkpoint / "training_config.yaml")
+        plain = replace(run.model, architecture="glide", architecture_options={})
+        assert with_draft_options(replace(run, model=plain), None, str(checkpoint)).model.draft_options.width == 48
+        wider = replace(run, model=replace(run.model, architecture_options={"width": 64}))
+        with pytest.raises(UserError, match=r"model\.architecture_options\.width: 64, but the draft .* has 48"):
+            with_draft_options(wider, None, str(checkpoint))
         with pytest.raises(UserError, match="there is an architecture 'toy'"):
             names["train_toy"].register_draft(names["train_toy"].ToyDraft, names["train_toy"].ToyDecoder)
     with pytest.raises(UserError, match="no draft architecture 'toy'"):

@@ -101,7 +101,7 @@ def test_each_level_has_the_logits_of_our_own_draft(
     assert len(levels) == STEPS
     for number, ((first, visible), tokens) in enumerate(zip(levels, read, strict=True)):
         padded = torch.nn.functional.pad(visible, (0, nodes - visible.shape[2]))
-        expected = tree.draft.level(Level(tokens, tokens, number, first, padded), engine.cache, feature)
+        expected = tree.draft.level(Level(tokens, None, number, first, padded), engine.cache, feature)
         actual = logits[number]
         if listed is not None:
             expected = torch.stack([tree.draft.head.whole(expected[:, n]) for n in range(expected.shape[1])], 1)

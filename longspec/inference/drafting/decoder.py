@@ -18,13 +18,20 @@ class Level(NamedTuple):
 
     tokens: Tensor
     """LongTensor [B, n]."""
-    parents: Tensor
-    """LongTensor [B, n]: the number of each node's parent; -1 for the root."""
+    all_parents: Tensor | None
+    """LongTensor [B, N]: the number of the parent of each node of the tree, -1 for the root; None for a chain."""
     depth: int
     """0 for the root."""
     first: int
     visible: Tensor
     """bool [B, n, N]: the nodes that each of them sees, itself included."""
+
+    @property
+    def parents(self) -> Tensor:
+        """LongTensor [B, n]: the number of each node's parent; -1 for the root."""
+        if self.all_parents is None:
+            return torch.full_like(self.tokens, self.first - 1)
+        return self.all_parents[:, self.first : self.first + self.tokens.shape[1]]
 
 
 class DraftDecoder:
@@ -106,8 +113,7 @@ class DraftDecoder:
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of a chain."""
         visible = (torch.arange(self.nodes, device=tokens.device) <= step).expand(len(tokens), 1, -1)
-        parents = torch.full_like(tokens, step - 1)[:, None]
-        return self.whole(self.level(Level(tokens[:, None], parents, step, step, visible), cache, feature)[:, 0])
+        return self.whole(self.level(Level(tokens[:, None], None, step, step, visible), cache, feature)[:, 0])
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""

@@ -159,7 +159,7 @@ class TreeDrafter(Drafter):
         terms = self.sampler.draft_terms(self.runner.config.vocab_size, self.draft.ids)
         above = slice(0, 1)  # node numbers of the level above
         for level, width in enumerate(self.shape):
-            nodes = Level(tree.tokens[:, above], tree.parents[:, above], level, above.start, tree.visible[:, above])
+            nodes = Level(tree.tokens[:, above], tree.parents, level, above.start, tree.visible[:, above])
             logits = self.draft.level(nodes, cache, feature)
             logits = logits if terms is None else terms.applied(logits)
             if self.q is None:
