@@ -1,4 +1,4 @@
-"""Batches that are kept between calls of `generate`: caches, draft state, rotary tables and captured rounds.
+"""Batches that are kept between calls: caches, draft state, rotary tables and captured rounds.
 
 A call borrows a batch of its kind, or builds one. Idle batches own no weights, and go with the model that they were
 built for.
@@ -44,6 +44,8 @@ class Pooled(NamedTuple):
     """Positions per row for a prompt and its new tokens."""
     bytes: int
     """Estimated size of its caches, of its draft's head and of a round's logits."""
+    is_whole: bool
+    """Whether its rounds run over all rows."""
 
 
 def batch_kind(kernels: KernelKey, runner: Runner) -> Hashable:

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -15,11 +15,15 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool, process_group
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.arguments import checked_drafting
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine import kernel_key
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PromptReader
-from longspec.inference.methods import METHODS
+from longspec.inference.engine.requests import Request
+from longspec.inference.methods import METHODS, Drafting
+from longspec.inference.request import Sampling
 from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin
 
@@ -212,12 +216,10 @@ def test_a_released_engine_is_freed_at_once(
     model = make_pair(tmp_path)
     gc.disable()
     try:
-        tokens(model, prompt(9), method=method, seed=1, temperature=1.0)
-        cache = weakref.ref(built.pop().cache)
-        assert engine_pool.release(model) == 1 and cache() is None
-        tokens(model, prompt(9), method=method, batch_size=1)
-        cache = weakref.ref(built.pop().cache)
-        assert cache() is None
+        for settings in ({"seed": 1, "temperature": 1.0}, {"batch_size": 1}):
+            tokens(model, prompt(9), method=method, **settings)
+            cache = weakref.ref(built.pop().cache)
+            assert engine_pool.release(model) == 1 and cache() is None
     finally:
         gc.enable()
 
@@ -302,3 +304,26 @@ def test_first_call_costs_are_outside_the_time_to_first_token(tmp_path: Path) ->
     stats = generate(make_pair(tmp_path), prompt(9), **SETTINGS).stats
     assert stats.build_s > 0 and stats.warm_up_s == stats.capture_s == stats.measure_s == 0
     assert set(stats.setup.values()) == {0, stats.build_s} and stats.ttft_s > 0
+
+
+def test_a_later_call_with_more_requests_than_rows_builds_nothing(tmp_path: Path, built: list[Batch]) -> None:
+    model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1)
+    drafting = checked_drafting(model, Drafting("tree", SHAPE), allow_untrained_draft=True)
+    lengths = ((5, 30, 7, 12, 9), (3, 8, 30, 4, 6))
+
+    def answers(lengths: Sequence[int]) -> list[list[int]]:
+        requests = [
+            Request(prompt(length, seed)[0].tolist(), 6 + seed, Sampling(temperature=1.0, seed=seed), frozenset())
+            for seed, length in enumerate(lengths)
+        ]
+        found: list[list[int]] = [[] for _ in requests]
+        answer_all(model, drafting, requests, 2, Listener(lambda number, event: found[number].extend(event.ids)))
+        return found
+
+    expected = []
+    for own in lengths:
+        engine_pool.release(model)
+        expected.append(answers(own))
+    built.clear()
+    assert [answers(own) for own in lengths] == expected
+    assert not built

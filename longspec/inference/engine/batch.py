@@ -55,12 +55,12 @@ class Batch(BatchRows):
     ) -> None:
         """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass.
         kinds: those of the requests, as in KINDS. details: whether requests may ask for log-probabilities and traces,
-        and to decode without speculation. pooled: for a batch of `generate`, whose rounds run over all rows."""
+        and to decode without speculation. pooled: for a batch that is kept for later calls."""
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
         self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
-        if pooled is not None:
+        if pooled is not None and pooled.is_whole:
             self.sizes = [max_rows]
         runner.prepare(capacity)
         all_rows = slice(0, max_rows)
@@ -271,7 +271,7 @@ class Batch(BatchRows):
 
     @repeated
     def retire(self) -> None:
-        """Keep the batch for a later call of `generate`. All requests must have ended, without a fault."""
+        """Keep the batch for a later call. All requests must have ended, without a fault."""
         give_back(self)
 
 

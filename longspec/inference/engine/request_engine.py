@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -139,7 +139,7 @@ class RequestEngine:
             self._is_closed = True
             if keeps:
                 self.worker.wait()
-                if self.settings.together:
+                if self.batch.pooled is not None:
                     self.batch.retire()
             end_calls()
 
@@ -170,55 +170,74 @@ class RequestEngine:
 
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
-    """The batch of an engine with these settings."""
+    """The batch of an engine with these settings. One that an earlier engine left is taken if the requests are known.
+
+    The batch has room for `longest` tokens per row, rounded up.
+    """
     runner = make_runner(model, settings.attention, settings.compile)
+    make = _whole if settings.together else _fit
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
-        return _borrow(runner, settings) if settings.together else _fit(runner, settings)
+        if settings.longest is None:
+            return make(runner, settings, None)
+        room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
+        kernels = kernel_key(runner, settings.drafting, settings.kinds[0], settings.max_rows, room)
+        kind = engine_pool.batch_kind(kernels, runner), settings.together
+        if (batch := engine_pool.borrow(kind, room, runner)) is not None:
+            return batch
+        return make(runner, replace(settings, longest=room), kind)
 
 
-def _borrow(runner: Runner, settings: EngineSettings) -> Batch:
-    """A batch for requests that start together, which an earlier engine may have left."""
-    assert settings.longest is not None
-    drafting, (kind,), rows = settings.drafting, settings.kinds, settings.max_rows
-    room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
-    kernels = kernel_key(runner, drafting, kind, rows, room)
-    pool_kind = engine_pool.batch_kind(kernels, runner)
-    if (batch := engine_pool.borrow(pool_kind, room, runner)) is not None:
-        return batch
+def _whole(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
+    """A batch for requests that start together. kind: its key in the pool."""
 
     def build() -> Batch:
-        drafter = new_drafter(runner, drafting, 1, GREEDY, is_served=False)
-        nodes, depth, dtype = drafter.nodes, drafter.depth, runner.dtype
-        size = rows * row_bytes(runner.config, dtype, room + depth, nodes)
-        size += head_bytes(runner.config, dtype, list_length(runner.model, drafting), rows)
-        pooled = engine_pool.Pooled(pool_kind, room, size)
-        own_rows = rows if _shares(drafter) else 1
-        return Batch(runner, drafting, own_rows, slots_for(room, depth, nodes), 1, (kind,), False, pooled)
+        drafter = new_drafter(runner, settings.drafting, 1, GREEDY, is_served=False)
+        rows = settings.max_rows if _shares(drafter) else 1
+        capacity = slots_for(settings.longest or 0, drafter.depth, drafter.nodes)
+        pooled = _pooled(runner, settings, kind, drafter)
+        return Batch(runner, settings.drafting, rows, capacity, 1, settings.kinds, False, pooled)
 
     return engine_pool.with_released_memory(runner.model, build)
 
 
-def _fit(runner: Runner, settings: EngineSettings) -> Batch:
-    """A batch whose rows fit into the memory."""
+def _fit(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
+    """A batch whose rows fit into the memory. kind: its key in the pool; None for a batch that is not kept."""
     model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
-    engine_pool.release(model)  # the budget follows from the free memory
-    if runner.device.type == "cuda":
-        torch.cuda.empty_cache()
     drafter = new_drafter(runner, drafting, 1, GREEDY, is_served=len(settings.kinds) > 1)
     if not _shares(drafter) and len(settings.kinds) > 1:
         raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
-    nodes = drafter.nodes
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
-    memory, rows = settings.memory, settings.max_rows if _shares(drafter) else 1
-    if memory is None:
-        memory = least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
-    listed = list_length(model, drafting)
-    fixed = head_bytes(config, dtype, listed, rows) + chunk_bytes(config, dtype, settings.prefill_chunk)
-    if longest is not None:
-        rows = min(rows, fitting_rows(config, dtype, longest, nodes, memory - fixed))
-    capacity = row_capacity(config, dtype, rows, nodes, memory, fixed, longest)
-    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details)
+    most = settings.max_rows if _shares(drafter) else 1
+    fixed = head_bytes(config, dtype, list_length(model, drafting), most)
+    fixed += chunk_bytes(config, dtype, settings.prefill_chunk)
+
+    def fitting(memory: int) -> int:
+        return most if longest is None else fitting_rows(config, dtype, longest, drafter.nodes, memory - fixed)
+
+    memory = settings.memory or _free_memory(runner)
+    if longest is None or fitting(memory) < most:
+        engine_pool.release(model)
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        memory = settings.memory or _free_memory(runner)
+    rows = min(most, fitting(memory))
+    capacity = row_capacity(config, dtype, rows, drafter.nodes, memory, fixed, longest)
+    pooled = None if kind is None else _pooled(runner, settings, kind, drafter)
+    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+
+
+def _free_memory(runner: Runner) -> int:
+    """Bytes that a batch may take."""
+    return least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
+
+
+def _pooled(runner: Runner, settings: EngineSettings, kind: Hashable, drafter: DraftState) -> engine_pool.Pooled:
+    """What the pool knows of a batch."""
+    config, dtype, rows, room = runner.config, runner.dtype, settings.max_rows, settings.longest or 0
+    size = rows * row_bytes(config, dtype, room + drafter.depth, drafter.nodes)
+    size += head_bytes(config, dtype, list_length(runner.model, settings.drafting), rows)
+    return engine_pool.Pooled(kind, room, size, settings.together)
 
 
 def _shares(drafter: DraftState) -> bool:
