@@ -10,7 +10,9 @@ import psutil
 
 from longspec.pipeline.answers import CHAT
 from longspec.pipeline.machine import (
+    CHAT_FILLED,
     FILLED,
+    PREFILL,
     Machine,
     Target,
     decode_seconds,
@@ -21,8 +23,8 @@ from longspec.pipeline.machine import (
 from longspec.pipeline.prompts import length_range
 from longspec.pipeline.settings import Settings
 
-START_S = 25
-"""Seconds to start the processes of a step and to load the weights."""
+START_S, PROBE_START_S = 25, 130
+"""Seconds to start the processes of a step and to load the weights; for a probe also to tokenize and to score."""
 COMPOSED = 300_000
 """Tokens/s of prompts that are composed."""
 WARM_UP_S = 3.5
@@ -52,7 +54,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
     """The estimate for all steps of the settings."""
     asked = [settings.prompts.train, settings.prompts.validation]
     chat, devices = settings.chat, machine.devices
-    new = (chat.train + chat.validation + chat.test) * FILLED * (chat.max_turn_tokens / 2 + chat.max_new_tokens)
+    new = (chat.train + chat.validation + chat.test) * CHAT_FILLED * (chat.max_turn_tokens / 2 + chat.max_new_tokens)
     tokens = {CHAT: new}
     seconds = {CHAT: START_S + decode_seconds(target, machine, new, chat.batch_size) / devices}
     text = sum(count * mean_length(settings, group) for counts in asked for group, count in counts.items())
@@ -67,7 +69,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         work = decode_seconds(target, machine, new, run.batch_size)
         for group, count in counts.items():
             mean = mean_length(settings, group)
-            work += pass_seconds(target, machine, count * mean, mean)
+            work += pass_seconds(target, machine, count * mean, mean) / PREFILL
         tokens["answers"] = tokens.get("answers", 0) + new
         seconds["answers"] = seconds.get("answers", START_S) + work / devices
     for probe in settings.probes.values():
@@ -75,7 +77,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         rows = int(probe.shared.get("per_device_train_batch_size", first.tokens_per_step // first.max_length))
         step = pass_seconds(target, machine, rows * first.max_length, first.max_length)
         step += len(probe.candidates) * draft_seconds(target, machine, rows * first.max_length) / 2
-        seconds["probes"] = seconds.get("probes", START_S) + probe.steps * step
+        seconds["probes"] = seconds.get("probes", 0) + PROBE_START_S + probe.steps * step
     for name, stage in settings.training.stages.items():
         tokens[name] = stage.steps * stage.tokens_per_step
         work = pass_seconds(target, machine, tokens[name], stage.max_length)

@@ -20,12 +20,14 @@ from longspec.models.target_files import position_limit, read_config
 REFERENCE, WIDTH = 1.54e9, 1536
 """Parameters and hidden units of the target whose speeds are known."""
 PASS, DECODE, HALF_BATCH = 268_000.0, 36_000.0, 256
-"""Tokens/s of its forward pass in training and in the prefill, and of text that it writes in the largest batches. A
-batch of HALF_BATCH rows has half of this speed."""
+"""Tokens/s of its forward pass in training, and of text that it writes in the largest batches. A batch of HALF_BATCH
+rows has half of this speed."""
+PREFILL = 0.4
+"""Speed of reading prompts to be answered, relative to PASS."""
 DRAFT_S, NARROW = 4e-6, 0.7
 """Seconds per token that its draft takes to train, and the part of it that the draft of a narrow target takes."""
-FILLED = 0.5
-"""Mean length of an answer, relative to the longest."""
+FILLED, CHAT_FILLED = 0.75, 0.5
+"""Mean length of answers to prompts, and of turns of conversations, relative to the longest."""
 BANDWIDTH, CPU_BANDWIDTH, ROUND_S = 2.6e12, 1e10, 1e-3
 """Bytes/s at which weights are read for a single row, and the rest of a round in seconds."""
 MULTIPROCESSORS, OLDER, CPU_SPEED = 132, 0.4, 1 / 20_000

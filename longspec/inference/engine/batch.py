@@ -59,7 +59,9 @@ class Batch(BatchRows):
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
-        self.sizes = _sizes(max_rows) if runner.capturable else list(range(1, max_rows + 1))
+        # Rounds of one token per row take nearly as long for more rows, and each size costs a warm-up.
+        factor = 4 if drafting.method == "vanilla" and not details else 2
+        self.sizes = _sizes(max_rows, factor) if runner.capturable else list(range(1, max_rows + 1))
         if pooled is not None and pooled.is_whole:
             self.sizes = [max_rows]
         runner.prepare(capacity)
@@ -275,6 +277,9 @@ class Batch(BatchRows):
         give_back(self)
 
 
-def _sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, ... and `max_rows`."""
-    return sorted({2**power for power in range(max_rows.bit_length()) if 2**power < max_rows} | {max_rows})
+def _sizes(max_rows: int, factor: int) -> list[int]:
+    """1, `factor`, its powers, and `max_rows`."""
+    sizes = [1]
+    while sizes[-1] * factor < max_rows:
+        sizes.append(sizes[-1] * factor)
+    return sorted({*sizes, max_rows})

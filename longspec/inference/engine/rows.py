@@ -84,10 +84,10 @@ class Row:
 class Rows:
     """All rows, by number."""
 
-    def __init__(self, count: int, shares_prefixes: bool = True) -> None:
-        """shares_prefixes: whether a request reuses tokens that a row holds."""
+    def __init__(self, count: int, least_shared: int | None = 1) -> None:
+        """least_shared: tokens of a prefix from which on a request reuses those that a row holds; None for never."""
         self._rows = [Row(number) for number in range(count)]
-        self._shares_prefixes = shares_prefixes
+        self._least_shared = least_shared
         self.idle = deque(self._rows)
         """Rows without a request, the one that was unused for the longest time first."""
         self._releases = 0
@@ -111,17 +111,26 @@ class Rows:
         """
         row = source = self.idle[0]
         length = 0
-        if self._shares_prefixes:
-            # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
-            lengths = [common_prefix(prompt[:-1], other.tokens) for other in self._rows]
+        # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
+        near = self._near(prompt[:-1])
+        if near:
+            lengths = {other.number: common_prefix(prompt[:-1], other.tokens) for other in near}
             # Among equal prefixes, take that of the row that loses least.
-            source = max(self._rows, key=lambda other: (lengths[other.number], other.job is None, -len(other.tokens)))
+            source = max(near, key=lambda other: (lengths[other.number], other.job is None, -len(other.tokens)))
             length = lengths[source.number]
             # A row that would lose most of its tokens keeps them: its own conversation may go on.
             if source.job is None and 2 * length >= len(source.tokens):
                 row = source
         self.idle.remove(row)
         return row, source, length
+
+    def _near(self, ids: np.ndarray) -> list[Row]:
+        """The rows that share enough tokens with a prompt to be of use."""
+        least = self._least_shared
+        if least is None or len(ids) < least:
+            return []
+        head = ids[:least].tobytes()
+        return [row for row in self._rows if row.tokens[:least].tobytes() == head]
 
     def release(self, row: Row) -> None:
         """Make a row idle; its tokens stay."""

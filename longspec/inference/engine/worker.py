@@ -12,7 +12,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import fault_message
 from longspec.inference.engine.batch import Batch, Mode
-from longspec.inference.engine.intake import Intake, Outcome
+from longspec.inference.engine.intake import LEAST_SHARED, Intake, Outcome
 from longspec.inference.engine.logprobs import TokenScore
 from longspec.inference.engine.requests import Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
 from longspec.inference.engine.round_record import Flight, RowRound
@@ -43,7 +43,8 @@ class Worker:
         """prefill_chunk: most prompt tokens that are read between two rounds; None for requests that start together,
         each on a row of its own. refill: see `EngineSettings`."""
         self.batch = batch
-        self.rows = Rows(batch.max_rows, shares_prefixes=prefill_chunk is not None)
+        least = LEAST_SHARED if refill > 1 else 1
+        self.rows = Rows(batch.max_rows, None if prefill_chunk is None else least)
         self.counts = Counts()
         self.outbox: list[tuple[Ticket, Event]] = []
         self.ahead = 1 if batch.runner.capturable else 0
