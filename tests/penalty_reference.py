@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
 
@@ -24,6 +26,8 @@ def processed(
     if "logit_bias" in options:
         biases = {(int(token),): float(bias) for token, bias in options["logit_bias"].items()}
         processors.append(SequenceBiasLogitsProcessor(biases))
+    if "sequence_bias" in options:
+        processors.append(SequenceBiasLogitsProcessor(options["sequence_bias"]))
     if "repetition_penalty" in options:
         processors.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
     logits = processors(ids, logits)
@@ -38,6 +42,10 @@ def processed(
         bans.append(NoBadWordsLogitsProcessor(options["bad_words_ids"], list(eos) or None))
     if "min_new_tokens" in options:
         bans.append(MinNewTokensLengthLogitsProcessor(prompt_length, options["min_new_tokens"], list(eos)))
+    if "min_length" in options:
+        bans.append(MinLengthLogitsProcessor(options["min_length"], list(eos)))
+    if "begin_suppress_tokens" in options:
+        bans.append(SuppressTokensAtBeginLogitsProcessor(options["begin_suppress_tokens"], prompt_length))
     if "suppress_tokens" in options:
         bans.append(SuppressTokensLogitsProcessor(options["suppress_tokens"]))
     return bans(ids, logits)

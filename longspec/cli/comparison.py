@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from longspec.cli.answers import PromptRun
 from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
 from longspec.inference.device import device_name
@@ -32,10 +33,11 @@ def compare(
     """Measure each method that the pair has a draft for. Returns a summary.
 
     The methods take turns at each prompt, so that a device whose speed changes affects all of them alike. report:
-    called with a method before it answers a prompt.
+    called with a method before it answers a prompt. Raises UserError, with its location, for a prompt that the target
+    cannot take.
     """
-    has_template = pair.chat_format != "plain"
-    token_ids = pair.encode([prompt.as_turn() if has_template else prompt.content for prompt in prompts])
+    run = PromptRun(pair, prompts, sampling, batch_size=1, seed=SEED, chat=pair.chat_format != "plain")
+    token_ids = list(run.token_ids.values())
 
     skipped: dict[str, str] = {}
     outputs: dict[str, list[GenerationOutput]] = {}

@@ -121,11 +121,14 @@ class LoadedPair:
         """Call `inference.answering.answer_all` on token ids. seeds: one per prompt."""
         drafting = checked_drafting(self.model, Drafting(self.method, **self.drafting), False)
         options, stop_ids = self._arguments(sampling), frozenset(self.stop_ids)
-        new_tokens, *shape = (options.pop(name) for name in ("max_new_tokens", "temperature", "top_p", "top_k"))
-        settings = request_sampling(self.model, options, stop_ids, *shape)
+        names = ("max_new_tokens", "temperature", "top_p", "top_k")
+        new_tokens, temperature, top_p, top_k = (options.pop(name) for name in names)
+        settings = [
+            request_sampling(self.model, options, stop_ids, temperature, top_p, top_k, len(prompt)) for prompt in prompts
+        ]
         requests = [
-            Request(prompt, new_tokens, replace(settings, seed=seed), stop_ids)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(prompt, new_tokens, replace(own, seed=seed), stop_ids)
+            for prompt, own, seed in zip(prompts, settings, seeds, strict=True)
         ]
         return answer_all(self.model, drafting, requests, max_rows, listener, window=window)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longspec.data.aligners import Turn, common_form_aligner
-from longspec.data.record_fields import check_sampling
+from longspec.data.lines import SUFFIXES as JSONL
+from longspec.data.record_fields import check_sampling, unread_fields, unread_note
 from longspec.data.records import KIND_FIELDS, Record, RecordError, located, parse_record, text_of
 from longspec.errors import UserError
 
 TEXT = (".txt",)
-JSONL = (".jsonl", ".ndjson", ".json")
-"""Suffixes of files, in any case."""
+"""Suffixes of text files, in any case."""
 STDIN = "-"
 
 
@@ -30,6 +30,8 @@ class Prompt:
     """Text, or a conversation that ends with a user turn."""
     id: Any = None
     """The record's own `id`, if it has one."""
+    unread: Set[str] = frozenset()
+    """The fields of its record that nothing reads."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
 
     Text files and stdin have one prompt per line, JSONL files a record; blank lines are skipped. Without a source,
     stdin is read. Raises UserError for a missing file or one of another suffix, and for a line that is not a prompt,
-    with its location.
+    with its location. A line on stderr names the fields of records that nothing reads.
     """
     if not sources and sys.stdin.isatty():
         raise UserError("no prompts: give them as arguments, as .txt or .jsonl files, or on stdin")
@@ -56,6 +58,8 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
         prompts += _read(source, number)
     if not prompts:
         raise UserError(f"no prompts in {', '.join(sources) or 'stdin'}: all lines are blank")
+    if unread := set().union(*(prompt.unread for prompt in prompts)):
+        print(unread_note(unread), file=sys.stderr)
     return prompts
 
 
@@ -97,11 +101,13 @@ def _records(name: str, content: bytes) -> Iterator[Prompt]:
         if raw.strip():
             record = parse_record(name, number, raw)
             with located(name, number):
-                yield Prompt(f"{name}, line {number}", _content(record), record.get("id"))
+                whole = _with_answer(record)
+                asked = common_form_aligner()(whole)["prompt"]
+                yield Prompt(f"{name}, line {number}", asked, record.get("id"), unread_fields(whole))
 
 
-def _content(record: Record) -> str | list[Turn]:
-    """The text in `prompt`, or the turns in `messages`, after the record's system turn. Raises RecordError."""
+def _with_answer(record: Record) -> Record:
+    """A record with `prompt` or `messages`, with an empty answer that gives it a kind. Raises RecordError."""
     fields = [name for name in ("prompt", "messages") if record.get(name) is not None]
     if len(fields) != 1:
         problem = "is missing, and so is 'messages'" if not fields else "must not be given along with 'messages'"
@@ -113,9 +119,9 @@ def _content(record: Record) -> str | list[Turn]:
         text = text_of(record["prompt"], "prompt")
         if not text:
             raise RecordError("prompt", "is empty")
-        return common_form_aligner()({**others, "prompt": text, "completion": ""})["prompt"]
+        return {**others, "prompt": text, "completion": ""}
     turns = record["messages"]
     is_list = isinstance(turns, list) and len(turns) > 0
     if not is_list or (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"):
         raise RecordError("messages", "must be a list of turns that ends with a user turn")
-    return common_form_aligner()({**others, "messages": [*turns, {"role": "assistant", "content": ""}]})["prompt"]
+    return {**others, "messages": [*turns, {"role": "assistant", "content": ""}]}

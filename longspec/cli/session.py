@@ -16,6 +16,7 @@ from rich.markup import escape
 from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
 from longspec.data.aligners import Turn
+from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 
 HELP = """\
@@ -87,6 +88,7 @@ class Session:
         # The whole conversation is encoded again, because a template can show old turns differently from the newest.
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
+        check_embedded(prompt, self.pair.model.config.vocab_size, self.pair.tokenizer, "this message")
         free_positions = self.pair.positions - len(prompt)
         if free_positions < 1:
             raise UserError(

@@ -88,7 +88,7 @@ def _rename_fields(record: Record, names: dict[str, str]) -> Record:
 
 def _common_form(record: Record) -> Record:
     kind = record_kind(record)
-    check_record(record, kind.name, kind.prompt_field is not None or kind.name in TURN_KINDS)
+    check_record(record, kind)
     prompt: str | list[Turn] | None = None
     # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
@@ -138,8 +138,9 @@ def _turn(turn: object, field: str) -> Turn:
     role = text_of(turn.get(role_key), f"{field}.{role_key}")
     if role not in ROLES:
         raise RecordError(f"{field}.{role_key}", f"is '{role}'; use one of {', '.join(ROLES)}")
-    check_fields(turn, REFUSED_IN_TURNS, f"{field}.")
-    read: Turn = {"role": ROLES[role], "content": _content(turn.get(content_key), f"{field}.{content_key}")}
+    content = turn.get(content_key)
+    check_fields(turn, REFUSED_IN_TURNS, f"{field}.", content if isinstance(content, str) else "")
+    read: Turn = {"role": ROLES[role], "content": _content(content, f"{field}.{content_key}")}
     if turn.get("name"):
         read["name"] = text_of(turn["name"], f"{field}.name")
     return read

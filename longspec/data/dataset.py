@@ -9,6 +9,7 @@ import torch
 from longspec.data import lines, packing
 from longspec.data.aligners import common_form_aligner
 from longspec.data.collators import Segment
+from longspec.data.record_fields import unread_note
 from longspec.data.tokenization import NO_ANSWER, NO_ROOM, Tokenize
 from longspec.errors import UserError
 from longspec.extras import extra
@@ -17,6 +18,9 @@ with extra("train"):
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
+
+FIRST_LINES = 256
+"""Lines whose fields are compared with those that are read; files of records mostly have the same ones throughout."""
 
 
 class RowDataset(torch.utils.data.Dataset[list[Segment]]):
@@ -66,6 +70,8 @@ def build_dataset(
         raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
     digests = lines.content_digests(files)
     index = lines.index_lines(digests, num_proc, cache_dir)
+    if unread := tokenize.unread(index.select(range(min(len(index), FIRST_LINES)))):
+        logger.info(unread_note(unread))
     samples = tokenize.table(index, num_proc, cache_dir)
 
     # From here on only numbers are in memory; the tokens stay in the mapped table.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Files = str | Path | Iterable[str | Path]
 """One or more files, folders or glob patterns."""
 
-SUFFIXES = (".jsonl", ".json")
-"""Suffixes of the data files in a folder."""
+SUFFIXES = (".jsonl", ".ndjson", ".json")
+"""Suffixes of JSONL files, in any case."""
 VERSION = 2
 """Version of the cached tables. Increase it when the columns of lines or the digests of tables change."""
 LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "int64"}
@@ -54,7 +54,7 @@ def _matching_files(name: str) -> list[str]:
         return [name]
     if os.path.isdir(name):
         inside = sorted(Path(name).rglob("*"))
-        return [str(path) for path in inside if path.suffix in SUFFIXES and path.is_file()]
+        return [str(path) for path in inside if path.suffix.lower() in SUFFIXES and path.is_file()]
     return sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
 
 

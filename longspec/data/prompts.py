@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from longspec.chat_template import template_text
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
 from longspec.data.lines import Files, data_files
-from longspec.data.record_fields import check_sampling
+from longspec.data.record_fields import check_sampling, unread_fields
 from longspec.data.records import (
     KINDS,
     SOURCE_TAGS,
@@ -67,6 +67,8 @@ class PromptFiles:
         self.lines: list[_Line] = []
         self.digests: dict[str, str] = {}
         """SHA-256 of each file's bytes, by path."""
+        self.unread: set[str] = set()
+        """The fields that nothing reads."""
         for path in data_files(files):
             self._index(path)
         if not self.lines:
@@ -114,7 +116,7 @@ class PromptFiles:
                 if raw.strip():
                     # Converted once only for its errors; the text is read again when it is needed.
                     with located(path, number):
-                        _prompts(parse_record(path, number, raw))
+                        _prompts(parse_record(path, number, raw), self.unread)
                     self.lines.append(_Line(path, number, start, len(raw)))
                 start += len(raw)
         self.digests[path] = digest.hexdigest()
@@ -125,8 +127,11 @@ def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_forma
     return render({"id": "", "kind": TURN_KINDS[0], "prompt": turns, "answer": ""}, family, tokenizer, chat_format)[0]
 
 
-def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
-    """Each prompt of a record, as (id, turns, "") or, for text to be continued, (id, [], text)."""
+def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, list[Turn], str]]:
+    """Each prompt of a record, as (id, turns, "") or, for text to be continued, (id, [], text).
+
+    unread: gets the names of the fields that nothing reads.
+    """
     is_longbench = isinstance(record.get("context"), str) and isinstance(record.get("input"), str)
     if is_longbench and "instruction" not in record:
         # A document and a question about it.
@@ -135,7 +140,10 @@ def _prompts(record: Record) -> list[tuple[str, list[Turn], str]]:
         record = {**others, "id": record.get("id", record.get("_id")), **_as_turns(content)}
     prompts = []
     # The same aligners as in training, so that any training file serves as a file of prompts.
-    for part in split_pairs(_with_answer(record)):
+    record = _with_answer(record)
+    if unread is not None:
+        unread |= unread_fields(record)
+    for part in split_pairs(record):
         for aligner in DEFAULT_ALIGNERS:
             part = aligner(part)
         source_id, kind, prompt = part["id"], part["kind"], part["prompt"]

@@ -109,6 +109,15 @@ class Tokenize:
 
         return cached_table(cache_folder(cache_dir) / f"tokens-{fingerprint}", build)
 
+    def unread(self, index: Dataset) -> set[str]:
+        """The names of the fields of these lines that nothing reads. Raises UserError."""
+        names: set[str] = set()
+        for path, line, raw in lines.read_lines(index[:]):
+            record = _apply_aligners(records.parse_record(path, line, raw), self.aligners[:-1])
+            with records.located(path, line):
+                names |= record_fields.unread_fields(record)
+        return names
+
     def fingerprint(self, index: Dataset) -> str:
         """A hash of everything that determines the tokens: lines, settings, tokenizer and code, aligners included."""
         # Lines with the same digests have the same path, number and bytes.

@@ -34,7 +34,7 @@ from longspec.inference.request import Sampling
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import Streamer, ends_streamer, new_token_sink
-from longspec.inference.token_options import token_settings, token_values
+from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
 
 logger = logging.getLogger(__name__)
@@ -108,10 +108,11 @@ def generate(
     between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
     time of all prefills.
     options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; its repetition_penalty,
-    no_repeat_ngram_size, bad_words_ids, suppress_tokens and min_new_tokens, and OpenAI's presence_penalty,
-    frequency_penalty and logit_bias, a mapping of token ids to -100 ... 100, applied at every temperature (see
-    `penalties`). They default to the model's generation config; None is neutral. Every other option that changes the
-    distribution is refused by name; in the generation config it is ignored with a warning (see `options`).
+    no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, min_new_tokens and
+    min_length, which counts the prompt without its padding, and OpenAI's presence_penalty, frequency_penalty and
+    logit_bias, a mapping of token ids to -100 ... 100, applied at every temperature (see `penalties`). They default to
+    the model's generation config; None is neutral. Every other option that changes the distribution is refused by name;
+    in the generation config it is ignored with a warning (see `options`).
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     # All checks come before long work.
@@ -135,16 +136,16 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    sampling = request_sampling(model, options, eos_ids, temperature, top_p, top_k)
+    samplings = [request_sampling(model, options, eos_ids, temperature, top_p, top_k, len(row)) for row in rows]
     check_seed(seed, len(rows))
     if batch_size is not None:
         check_positive(batch_size=batch_size)
         if streamer is not None or stopping_criteria:
             raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
-    seeds = row_seeds(seed, len(rows), sampling.greedy)
+    seeds = row_seeds(seed, len(rows), greedy=temperature == 0)
     requests = [
         Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
-        for row, own in zip(rows, seeds, strict=True)
+        for row, sampling, own in zip(rows, samplings, seeds, strict=True)
     ]
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
@@ -179,10 +180,11 @@ def request_sampling(
     temperature: float,
     top_p: float = 1.0,
     top_k: int = 0,
+    prompt_length: int = 0,
 ) -> Sampling:
     """The sampling settings of requests without a seed. options: as for `generate`. Raises UserError."""
     config = model.generation_config
-    penalties = token_settings(token_values(options, config), eos_ids, model.config.vocab_size)
+    penalties = merged_settings(options, config, eos_ids, model.config.vocab_size, prompt_length)
     return Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
 
 

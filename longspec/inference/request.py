@@ -92,7 +92,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     rules: tuple[Rule, ...] = ()
-    """Those of logit_bias, bad words, suppressed tokens and min_new_tokens (see `token_options`)."""
+    """Those of biases, bad words, suppressed tokens and least lengths (see `token_options`)."""
 
     @cached_property
     def penalties(self) -> PenaltyKind | None:

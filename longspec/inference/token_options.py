@@ -17,15 +17,18 @@ from longspec.inference.request import ALWAYS, Rule, Sampling
 
 TOKEN_OPTIONS: dict[str, Any] = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 0},
-    **{"min_new_tokens": 0, "logit_bias": {}, "bad_words_ids": [], "suppress_tokens": []},
+    **{"min_new_tokens": 0, "min_length": 0, "logit_bias": {}, "sequence_bias": {}, "bad_words_ids": []},
+    **{"suppress_tokens": [], "begin_suppress_tokens": []},
 }
 """The options, with the values at which they do nothing. So does None."""
 NUMBERS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 """The options that are fields of `Sampling`."""
+REPETITION_RANGE = (0.01, 100.0)
+"""Of repetition penalties. Logits divided by it and by the smallest temperature stay finite."""
 PENALTY_RANGE = (-2.0, 2.0)
 """Of presence and frequency penalties, as in OpenAI's API."""
 BIAS_RANGE = (-100.0, 100.0)
-"""Of logit_bias, as in OpenAI's API."""
+"""Of logit_bias, as in OpenAI's API, and of sequence_bias."""
 MOST_NGRAM = 32
 """Largest no_repeat_ngram_size."""
 MOST_RULES = 1024
@@ -88,18 +91,35 @@ def token_values(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {name: neutral if values[name] is None else values[name] for name, neutral in TOKEN_OPTIONS.items()}
 
 
-def token_settings(values: Mapping[str, Any], stop_ids: Collection[int], vocab: int) -> dict[str, Any]:
+def merged_settings(
+    arguments: Mapping[str, Any], config: Any, stop_ids: Collection[int], vocab: int, prompt_length: int = 0
+) -> dict[str, Any]:
+    """`token_settings` of the values of `token_values`. Errors say whether a value is the generation config's."""
+    try:
+        return token_settings(token_values(arguments, config), stop_ids, vocab, prompt_length)
+    except UserError as error:
+        name = str(error).partition(":")[0]
+        if name in arguments:
+            raise
+        raise UserError(f"generation_config.{error}; correct the file, or give {name} yourself") from error
+
+
+def token_settings(
+    values: Mapping[str, Any], stop_ids: Collection[int], vocab: int, prompt_length: int = 0
+) -> dict[str, Any]:
     """The fields of `Sampling` that follow from TOKEN_OPTIONS.
 
-    stop_ids: the tokens that end an answer, which min_new_tokens delays. Bad words do not ban them, as in transformers.
-    vocab: size of the vocabulary. Raises UserError for a value of a wrong type or outside its range.
+    stop_ids: the tokens that end an answer, which min_new_tokens and min_length delay. Bad words do not ban them, as in
+    transformers. vocab: size of the vocabulary. prompt_length: tokens of the prompt, which min_length counts. Raises
+    UserError for a value of a wrong type or outside its range.
     """
     values = {name: values.get(name, neutral) for name, neutral in TOKEN_OPTIONS.items()}
     numbers = {name: values[name] for name in NUMBERS}
     _check_numbers(numbers)
-    least = values["min_new_tokens"]
-    if not is_integer(least) or not 0 <= least <= ALWAYS:
-        raise UserError(f"min_new_tokens: {least!r}; it must be an integer of at least 0")
+    for name in ("min_new_tokens", "min_length"):
+        if not is_integer(values[name]) or not 0 <= values[name] <= ALWAYS:
+            raise UserError(f"{name}: {values[name]!r}; it must be an integer of at least 0")
+    least = values["min_new_tokens"] or max(0, values["min_length"] - prompt_length)
 
     def check(name: str, token: Any) -> int:
         if not is_integer(token) or not 0 <= token < vocab:
@@ -109,11 +129,20 @@ def token_settings(values: Mapping[str, Any], stop_ids: Collection[int], vocab: 
     # Some tokenizers have more tokens than their target.
     rules = [Rule(token, -inf, until=int(least)) for token in sorted(stop_ids) if least and 0 <= token < vocab]
     rules += [Rule(check("logit_bias", token), bias) for token, bias in _biases(values["logit_bias"])]
-    rules += [Rule(check("suppress_tokens", token), -inf) for token in _list("suppress_tokens", values)]
-    for word in _list("bad_words_ids", values):
-        ids = [check("bad_words_ids", token) for token in _list("bad_words_ids", {"bad_words_ids": word})]
+    for name, until in (("suppress_tokens", ALWAYS), ("begin_suppress_tokens", 1)):
+        rules += [Rule(check(name, token), -inf, until=until) for token in _list(name, values)]
+
+    def check_word(name: str, word: Any) -> list[int]:
+        ids = [check(name, token) for token in _list(name, {name: word})]
         if not 1 <= len(ids) <= LONGEST_WORD:
-            raise UserError(f"bad_words_ids: a word of {len(ids)} tokens; it must have 1 to {LONGEST_WORD}")
+            raise UserError(f"{name}: a word of {len(ids)} tokens; it must have 1 to {LONGEST_WORD}")
+        return ids
+
+    for word, bias in _sequences(values["sequence_bias"]):
+        ids = check_word("sequence_bias", word)
+        rules.append(Rule(ids[-1], bias, tuple(ids[:-1])))
+    for word in _list("bad_words_ids", values):
+        ids = check_word("bad_words_ids", word)
         if len(ids) > 1 or ids[0] not in stop_ids:
             rules.append(Rule(ids[-1], -inf, tuple(ids[:-1])))
     if len(rules) > MOST_RULES:
@@ -133,8 +162,8 @@ def check_penalties(sampling: Sampling, vocab: int) -> None:
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
     repetition, size = values["repetition_penalty"], values["no_repeat_ngram_size"]
-    if not is_real(repetition) or not 0 < repetition < inf:
-        raise UserError(f"repetition_penalty: {repetition!r}; it must be greater than 0")
+    if not is_real(repetition) or not REPETITION_RANGE[0] <= repetition <= REPETITION_RANGE[1]:
+        raise UserError(f"repetition_penalty: {repetition!r}; it must be from 0.01 to 100")
     for name in ("presence_penalty", "frequency_penalty"):
         value = values[name]
         if not is_real(value) or not PENALTY_RANGE[0] <= value <= PENALTY_RANGE[1]:
@@ -153,6 +182,17 @@ def _biases(value: Any) -> Iterator[tuple[Any, float]]:
         if bias:
             is_text = isinstance(token, str) and token.isdecimal() and len(token) < 10
             yield int(token) if is_text else token, float(bias)
+
+
+def _sequences(value: Any) -> Iterator[tuple[Any, float]]:
+    """Each word of sequence_bias with its bias: transformers has a mapping of tuples, or in files a list of pairs."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Sequence) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise UserError(f"sequence_bias: {value!r}; give pairs of a list of token ids and a bias")
+    for word, bias in pairs:
+        if not is_real(bias) or not (bias == -inf or BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]):
+            raise UserError(f"sequence_bias: {bias!r} for {word}; it must be a number from -100 to 100, or -inf")
+        yield word, float(bias)
 
 
 def _list(name: str, values: Mapping[str, Any]) -> Sequence[Any]:

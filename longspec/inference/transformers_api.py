@@ -31,7 +31,7 @@ from longspec.inference.options import (
 )
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import Streamer, ends_streamer
-from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, token_values
+from longspec.inference.token_options import TOKEN_OPTIONS, merged_settings, token_values
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens
 
@@ -137,9 +137,8 @@ def _penalties(model: GlideMixin, given: GenerationConfig | None, kwargs: Mappin
     own = {name: getattr(given, name, None) for name in TOKEN_OPTIONS}
     own = {name: value for name, value in own.items() if value is not None}
     arguments = {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
-    penalties = token_values(own | arguments, model.generation_config)
-    token_settings(penalties, (), model.config.vocab_size)  # checks them before long work
-    return penalties
+    merged_settings(own | arguments, model.generation_config, (), model.config.vocab_size)  # checks them first
+    return token_values(own | arguments, model.generation_config)
 
 
 def _decode(

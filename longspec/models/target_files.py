@@ -274,7 +274,7 @@ def set_template_arguments(tokenizer: Any, arguments: TemplateArguments) -> None
     template = template_text(tokenizer) if arguments else None
     assignments = ""
     for name, value in (arguments or {}).items():
-        if template is None or not re.search(rf"\b{re.escape(name)}\b", template):
+        if template is None or not name.isidentifier() or not re.search(rf"\b{re.escape(name)}\b", template):
             raise UserError(f"chat_template_kwargs: the target's chat template has no variable {name}")
         if not isinstance(value, bool | int | float | str):
             raise UserError(f"chat_template_kwargs: {name} must be true, false, a number or text, not {value!r}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.data.prompts import PromptFiles
+from longspec.data.record_fields import unread_note
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
@@ -138,6 +139,8 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     report_ignored(read_generation_config(target, config), target, (), report)
     settings.penalties(tokenizer, config.vocab_size)  # checks them
     settings = replace(settings, chat_format=chat_format)
+    if files and files.unread:
+        report(unread_note(files.unread))
     total = _total(settings, files)
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)

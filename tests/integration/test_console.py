@@ -108,8 +108,12 @@ def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp
     ):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
-        error = invoke("generate", asked, "--model", folder, "--output", tmp_path / "a.jsonl", code=1).exception
-        assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
+        for command in (
+            ["generate", asked, "--model", folder, "--output", tmp_path / "a.jsonl"],
+            ["bench", folder, "--prompts", asked, "--png", tmp_path / "b.png"],
+        ):
+            error = invoke(*command, code=1).exception
+            assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
 
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
@@ -156,6 +160,10 @@ def test_generate_has_the_targets_penalties_and_bench_only_its_own(target: Path,
     assert own == pair.generate([ids], pairs.SamplingOptions(1), suppress_tokens=None).new_tokens
     error = invoke("bench", folder, "--logit_bias", "[]", code=1).exception
     assert isinstance(error, UserError) and "--logit_bias: '[]' is no JSON dict" in str(error)
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 0}')
+    error = invoke("generate", "hi", "--model", folder, code=1).exception
+    assert isinstance(error, UserError) and str(error).startswith("generation_config.repetition_penalty: 0; ")
+    answer("--repetition_penalty", 1)
 
 
 class TerminalOutput(io.BytesIO):

@@ -31,6 +31,8 @@ OPTIONS: tuple[tuple[dict[str, Any], list[int]], ...] = (
     ({"bad_words_ids": [[3], [5, 6], [1, 2, 7], [9, 9], [4, 4]]}, []),
     ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 4, "suppress_tokens": [1, 2]}, []),
     ({"min_new_tokens": 7}, [2, 8, 4, 3, 7]),
+    ({"min_length": 11}, [2, 8, 4, 3, 7]),
+    ({"sequence_bias": [[[3], -2.0], [[1, 2, 7], 5.0], [[9, 9], -20.0]], "begin_suppress_tokens": [4, 9]}, []),
     ({"presence_penalty": 1.5, "frequency_penalty": 0.6, "logit_bias": {5: 4.0}}, []),
 )
 """Options and EOS tokens. All but the last are transformers' own."""

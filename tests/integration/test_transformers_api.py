@@ -152,7 +152,7 @@ def test_stop_strings_end_where_transformers_ends(tmp_path: Path, gamma: int) ->
         ({"dola_layers": "low"}, "dola_layers"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"generation_config": GenerationConfig(guidance_scale=1.3)}, "guidance_scale"),
-        ({"min_length": 20}, "min_length"),
+        ({"exponential_decay_length_penalty": (5, 1.1)}, "exponential_decay_length_penalty"),
         ({"bad_words_ids": [[99]]}, "bad_words_ids"),
         ({"eta_cutoff": 0.1}, "eta_cutoff"),
         ({"top_h": 0.4}, "top_h"),

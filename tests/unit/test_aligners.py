@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from longspec.data.aligners import DEFAULT_ALIGNERS, add_id_aligner, common_form_aligner, rename_fields_aligner
+from longspec.data.record_fields import unread_fields
 from longspec.data.records import WHERE, RecordError
 
 TURNS = [
@@ -162,6 +163,10 @@ SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
         ({"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "B", "weight": 0}]}, [QUESTION]),
         ({"messages": [QUESTION, {**ANSWER, "train": True}], "tools": "[]", "system": ""}, [QUESTION]),
         ({"prompt": "Q", "completion": "A", "temperature": 0.7, "context": None, "weight": 1}, "Q"),
+        ({"messages": [QUESTION, ANSWER], "systemPrompt": "S"}, [SYSTEM, QUESTION]),
+        ({"messages": [QUESTION, {**ANSWER, "masked": False, "loss_mask": 1}], "train": True}, [QUESTION]),
+        ({"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "B", "lossMask": 0}]}, [QUESTION]),
+        ({"prompt": "Given C, Q?", "completion": "A", "question": "Q?", "context": "C"}, "Given C, Q?"),
     ],
 )
 def test_fields_next_to_the_text_are_used(record, prompt):
@@ -192,11 +197,26 @@ def test_fields_next_to_the_text_are_used(record, prompt):
         ({"prompt": "Q", "completion": "A", "weight": 0}, "weight"),
         ({"report": "Q", "summary": "A", "system": "S"}, "system"),
         ({"text": "A", "system": "S"}, "system"),
+        ({"messages": [QUESTION, {**ANSWER, "reasoningText": "R"}]}, r"messages\[1\]\.reasoningText"),
+        ({"messages": [QUESTION, {**ANSWER, "masked": True}]}, r"messages\[1\]\.masked"),
+        ({"messages": [{**QUESTION, "imageUrl": "a.png"}, ANSWER]}, r"messages\[0\]\.imageUrl"),
+        ({"messages": [QUESTION, ANSWER], "assistant_prefix": "R"}, "assistant_prefix"),
+        ({"messages": [QUESTION, ANSWER], "rejected": "B"}, "rejected"),
+        ({"text": "A", "sample_weight": 0.0}, "sample_weight"),
+        ({"transcript": "T", "summary": "A", "query": "Q"}, "query"),
     ],
 )
 def test_fields_that_would_change_the_text_are_refused_by_name(record, field):
     with pytest.raises(RecordError, match=f"^field '{field}"):
         align(record)
+
+
+def test_fields_that_nothing_reads_are_named():
+    """Whatever is not used and not refused, such as a second text, is at least not dropped in silence."""
+    turns = [{**QUESTION, "lang": "en"}, {**ANSWER, "weight": 1, "name": "n"}]
+    record = {"messages": turns, "id": 3, "system": "S", "source": "s", "topic": "t", "prompt": "P", "note": None}
+    assert unread_fields(record) == {"messages[].lang", "topic", "prompt"}
+    assert unread_fields({"instruction": "Q", "input": "", "output": "A", "history": [], "text": "T"}) == {"text"}
 
 
 def test_ids_are_kept_as_text_or_made_from_the_place():

@@ -173,6 +173,17 @@ def test_a_sample_of_one_token_is_left_out_and_counted(build, caplog, overflow):
     assert "2 records -> 1 samples of 3 tokens (left out: 1 with an empty answer" in caplog.text
 
 
+def test_fields_that_nothing_reads_are_named_once(build, caplog):
+    caplog.set_level(logging.INFO)
+    build(
+        [{"text": "ab", "topic": "t", "name": "x"}, {"old": "cd", "lang": "en"}],
+        aligners=(rename_fields_aligner({"old": "text"}), common_form_aligner()),
+    )
+    assert [line for line in caplog.messages if "not read" in line] == [
+        "fields of the records that are not read: lang, name, topic"
+    ]
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_token_without_an_embedding_names_file_line_and_token(build, tmp_path, pack):
     """A token that was added to the tokenizer, but not to the target."""

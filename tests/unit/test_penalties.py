@@ -27,12 +27,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 3, "min_new_tokens": 6},
     {"bad_words_ids": [[1], [2, 3], [0, 0], [4, 1, 2], [1, 2, 3, 4], [EOS]], "suppress_tokens": [5]},
     {"repetition_penalty": 1.2, "presence_penalty": 1.0, "no_repeat_ngram_size": 4, "min_new_tokens": 5},
+    {"sequence_bias": {(3,): -1.5, (2, 5): 4.0, (0, 1, 3): -inf}, "begin_suppress_tokens": [0, 4], "min_length": 9},
     {},
 ]
 
 
-def sampling_of(options: dict[str, Any]) -> Sampling:
-    return Sampling(**token_settings(options, [EOS], VOCAB))
+def sampling_of(options: dict[str, Any], prompt_length: int = 0) -> Sampling:
+    return Sampling(**token_settings(options, [EOS], VOCAB, prompt_length))
 
 
 def random_tree(rows: int, nodes: int, generator: torch.Generator) -> Proposal:
@@ -59,7 +60,8 @@ def check_tree(samplings: list[dict[str, Any]], seed: int, kind: PenaltyKind | N
     settings = RowSettings.allocate(rows, torch.device("cpu"), kind)
     sampler = Sampler(SamplingKind(penalties=kind), settings)
     sampler.reserve(24)
-    settings.assign(slice(0, rows), [sampling_of(options) for options in samplings], [0] * rows)
+    own = [sampling_of(options, int(length)) for options, length in zip(samplings, lengths, strict=True)]
+    settings.assign(slice(0, rows), own, [0] * rows)
     # A prompt, the first token, and the tokens of a round, of which each row keeps some.
     prompt_logits = torch.randn(rows, VOCAB, generator=generator)
     settings.positions.copy_(lengths)

@@ -22,13 +22,13 @@ def index(files, cache: Path):
 
 def test_files_folders_and_patterns_are_found_in_order(tmp_path):
     (tmp_path / "in" / "deep").mkdir(parents=True)
-    for name in ("b.jsonl", "a.json", "deep/c.jsonl", "note.txt"):
+    for name in ("b.jsonl", "a.json", "deep/c.jsonl", "deep/D.NDJSON", "note.txt"):
         (tmp_path / "in" / name).write_text("{}\n")
-    inside = [str(tmp_path / "in" / name) for name in ("a.json", "b.jsonl", "deep/c.jsonl")]
+    inside = [str(tmp_path / "in" / name) for name in ("a.json", "b.jsonl", "deep/D.NDJSON", "deep/c.jsonl")]
     assert data_files(tmp_path / "in") == inside
     assert data_files(str(tmp_path / "in" / "*.jsonl")) == inside[1:2]
-    assert data_files([inside[2], str(tmp_path / "in" / "note.txt"), inside[0]]) == [
-        inside[2],
+    assert data_files([inside[3], str(tmp_path / "in" / "note.txt"), inside[0]]) == [
+        inside[3],
         str(tmp_path / "in" / "note.txt"),
         inside[0],
     ]

@@ -175,7 +175,9 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
         ({"echo": True}, "echo", "not supported"),
         ({"top_a": 0.1}, "top_a", "not supported"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"num_return_sequences": 2}, "num_return_sequences", "not supported"),
+        ({"forced_eos_token_id": 2}, "forced_eos_token_id", "not supported"),
         ({"repeat_penalty": 1.1}, "repeat_penalty", "not supported"),
         ({"ignore_eos": True}, "ignore_eos", "not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
@@ -290,7 +292,13 @@ def test_an_answer_without_content_is_an_empty_turn(client: TestClient, script: 
         "name": "me",
         "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
     }
-    for answer in ({}, {"content": None, "tool_calls": []}, {"content": []}, {"content": "", "refusal": None}):
+    for answer in (
+        {},
+        {"content": None, "tool_calls": []},
+        {"content": []},
+        {"content": {}},
+        {"content": "", "refusal": None},
+    ):
         chat(client, messages=[ask, {"role": "assistant", **answer}, ask])
         assert TOKENIZER.decode(script.submitted.pop().prompt) == "<user>hi</s><assistant></s><user>hi</s><a>"
 
@@ -321,6 +329,7 @@ def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script
     assert first.sampling == Sampling(0.6, 0.9, 20, repetition_penalty=1.1, rules=(Rule(6, -inf, (5,)),))
     assert second.sampling == Sampling() and (first.max_new_tokens, second.max_new_tokens) == (7, 3)
     assert SamplingDefaults.read(GenerationConfig(), VOCAB_SIZE) == SamplingDefaults()
+    assert SamplingDefaults.read(GenerationConfig(top_k=-1), VOCAB_SIZE) == SamplingDefaults()  # as in vLLM
     for wrong in ({"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}, {"repetition_penalty": "a"}):
         config = GenerationConfig()
         config.__dict__ |= wrong

@@ -24,6 +24,7 @@ REQUEST_HINTS = frozenset(
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold"),
         *("dynatemp_exponent", "dynatemp_low", "dynatemp_high", "smoothing_curve", "adaptive_decay"),
         *("keep_alive", "timings_per_token", "id_slot", "n_keep", "session_id"),
+        *("use_cache", "pad_token_id", "stream_reasoning", "return_progress"),
     }
 )
 """Fields of a request that never change an answer."""
@@ -49,16 +50,19 @@ REQUEST_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sampler_seed", "random_seed"), (-1,)),
     "do_sample": (True,),
     # Other ways to search.
-    **dict.fromkeys(("num_beams", "num_beam_groups"), (1,)),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1,)),
     **dict.fromkeys(("use_beam_search", "beam_search"), (False,)),
     # Length, stop tokens and banned tokens.
-    **dict.fromkeys(("min_length", "max_tokens_second"), (0,)),
+    **dict.fromkeys(("min_length", "max_tokens_second", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "thinking_budget", "thinking_token_budget"), ()),
     **dict.fromkeys(("n_predict", "max_new_tokens", "num_predict", "max_length"), (-1,)),
     **dict.fromkeys(("t_max_predict_ms", "n_indent"), (0, -1)),
     **dict.fromkeys(("ignore_eos", "ban_eos_token", "bypass_eos", "use_default_badwordsids"), (False,)),
     **dict.fromkeys(("stop_token_ids", "stop_regex", "stop_sequences", "stop_sequence"), ()),
+    **dict.fromkeys(("stop_strings", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id"), ()),
     **dict.fromkeys(("banned_tokens", "banned_strings", "custom_token_bans"), ()),
-    **dict.fromkeys(("allowed_token_ids", "suppress_tokens", "logits_processors", "custom_logit_processor"), ()),
+    **dict.fromkeys(("allowed_token_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), ()),
+    **dict.fromkeys(("force_words_ids", "logits_processors", "custom_logit_processor"), ()),
     # The text of the answer.
     **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim", "return_full_text", "raw_output"), (False,)),
     **dict.fromkeys(("return_tokens_as_token_ids", "return_token_ids", "return_tokens", "render_special"), (False,)),

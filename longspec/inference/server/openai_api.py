@@ -24,7 +24,7 @@ from longspec.inference.server.known_fields import (
     UNSET,
     does_nothing,
 )
-from longspec.inference.token_options import BIAS_RANGE, MOST_NGRAM, PENALTY_RANGE
+from longspec.inference.token_options import BIAS_RANGE, MOST_NGRAM, PENALTY_RANGE, REPETITION_RANGE
 
 NOT_SUPPORTED = "not supported by this server; leave it out"
 NAME_CHARACTERS = 64
@@ -179,7 +179,7 @@ class _Generation(Strict):
     typical_p: float | None = Field(default=None, gt=0, le=1)
     """1 keeps all tokens."""
     epsilon_cutoff: float | None = Field(default=None, ge=0, lt=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: float | None = Field(default=None, ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     no_repeat_ngram_size: int | None = Field(default=None, ge=0, le=MOST_NGRAM)
@@ -248,7 +248,7 @@ class Message(Strict):
     @classmethod
     def _allow_an_empty_answer(cls, values: Any) -> Any:
         """An assistant's turn may lack its content, as one that only called tools does."""
-        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("content") is None:
+        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("content") in UNSET:
             return {**values, "content": []}
         return values
 

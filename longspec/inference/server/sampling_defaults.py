@@ -35,6 +35,7 @@ class SamplingDefaults:
     def read(cls, config: GenerationConfig, vocab: int) -> SamplingDefaults:
         """Raises UserError for a value of a wrong type or outside its range. vocab: size of the vocabulary."""
         known = {field.name: getattr(config, field.name, None) for field in fields(cls)}
+        known["top_k"] = 0 if known["top_k"] == -1 else known["top_k"]  # vLLM's value that keeps all tokens
         options = {name: getattr(config, name, None) for name in TOKEN_OPTIONS}
         known["token_options"] = {
             name: value for name, value in options.items() if value not in (None, TOKEN_OPTIONS[name])

@@ -47,13 +47,12 @@ class ServedModel:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
         self._check(body, limits)
         stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
-        sampling = self._sampling(body, stop_ids)
         seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
         return [
             Request(
                 prompt,
                 self._new_tokens(prompt, body, limits),
-                replace(sampling, seed=seed),
+                replace(self._sampling(body, stop_ids, len(prompt)), seed=seed),
                 stop_ids,
                 speculate=body.longspec.speculate,
                 logprobs=body.alternatives is not None,
@@ -79,7 +78,9 @@ class ServedModel:
         given = body.chat_template_kwargs.items()
         return {name: value for name, value in given if value is not None and name in words and name.isidentifier()}
 
-    def _sampling(self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int]) -> Sampling:
+    def _sampling(
+        self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int], prompt_length: int
+    ) -> Sampling:
         given = {name: getattr(body, FIELDS.get(name, name), None) for name in TOKEN_OPTIONS}
         options = dict(self.defaults.token_options) | {
             name: value for name, value in given.items() if value is not None
@@ -87,7 +88,7 @@ class ServedModel:
         try:
             if body.bad_words is not None:
                 options["bad_words_ids"] = [*(body.bad_words_ids or []), *word_ids(body.bad_words, self.tokenizer)]
-            penalties = token_settings(options, stop_ids, self.vocab_size)
+            penalties = token_settings(options, stop_ids, self.vocab_size, prompt_length)
         except UserError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
         return Sampling(
