@@ -124,7 +124,8 @@ class LoadedPair:
         names = ("max_new_tokens", "temperature", "top_p", "top_k")
         new_tokens, temperature, top_p, top_k = (options.pop(name) for name in names)
         settings = [
-            request_sampling(self.model, options, stop_ids, temperature, top_p, top_k, len(prompt)) for prompt in prompts
+            request_sampling(self.model, options, stop_ids, temperature, top_p, top_k, len(prompt))
+            for prompt in prompts
         ]
         requests = [
             Request(prompt, new_tokens, replace(own, seed=seed), stop_ids)

@@ -26,8 +26,15 @@ from longspec.errors import UserError, first_line
 from longspec.untrusted import CONFIG_BYTES, check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model*", "adapters.safetensors")
-"""Files of PEFT and of MLX."""
+ADAPTER_FILES = (
+    "adapter_config.json",
+    "adapter_*.*",
+    "adapters.*",
+    "lora*.*",
+    "*[-_]lora*.safetensors",
+    "lit_model*.lora*",
+)
+"""Files of PEFT, MLX, diffusers, torchtune and LitGPT."""
 HUB_ERRORS = (OSError, HFValidationError)
 FILE_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from longspec.data.prompts import PromptFiles
+from longspec.data.record_fields import unread_note
 from longspec.data.records import RecordError, located, parse_record, text_of
 from longspec.errors import UserError
 from longspec.pipeline.settings import CodeSettings, Settings
@@ -99,18 +100,30 @@ def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
 def read_own(settings: Settings, target: TargetText) -> dict[str, list[dict[str, Any]]]:
     """The user's prompts of at most `prompts.contexts` tokens by split, which depends on the prompt's text.
 
-    Raises UserError for an invalid record, and if none is left.
+    A line counts the prompts that are left out. Raises UserError for an invalid record, and if none is left.
     """
     prompts: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     if not settings.text:
         return prompts
     files = PromptFiles(tuple(settings.text))
-    for prompt in files.read(0, len(files), target.family, target.tokenizer, CHAT_FORMAT):
-        if target.count(prompt.text) <= settings.prompts.contexts[1]:
-            record = {"messages": prompt.turns} if prompt.turns else {"prefix": prompt.text}
-            prompts[split_of(prompt.text)].append(record)
+    if files.unread:
+        print(f"--text: {unread_note(files.unread)}", flush=True)
+    rejected: list[str] = []
+    too_long = 0
+    for prompt in files.read(0, len(files), target.family, target.tokenizer, CHAT_FORMAT, rejected):
+        if target.count(prompt.text) > settings.prompts.contexts[1]:
+            too_long += 1
+            continue
+        record = {"messages": prompt.turns} if prompt.turns else {"prefix": prompt.text}
+        prompts[split_of(prompt.text)].append(record)
+    limit = f"of at most {settings.prompts.contexts[1]} tokens"
+    if rejected or too_long:
+        first = f", the first one: {rejected[0]}" if rejected else ""
+        print(
+            f"--text: left out: {too_long} prompts not {limit}, {len(rejected)} by the chat template{first}", flush=True
+        )
     if not prompts["train"]:
-        raise UserError(f"--text: no prompt of at most {settings.prompts.contexts[1]} tokens in {settings.text[0]}")
+        raise UserError(f"--text: no prompt {limit} in {settings.text[0]}")
     return prompts
 
 

@@ -91,7 +91,7 @@ def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> Non
 def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
     """It would not be applied, with or without the model's own files next to it."""
     for folder in (make_target(tmp_path / "target"), tmp_path):
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for name in ("adapter_config.json", "adapter_0.pt", "pytorch_lora_weights.safetensors"):
             (folder / name).write_text("{}")
             with pytest.raises(UserError, match=rf"holds an adapter \({name}\)"):
                 load_pair(str(folder))

@@ -135,14 +135,17 @@ def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkey
     assert len(sample_files(tmp_path / fork, CodeSettings(files_per_package=2), random.Random(0))) == 2
 
 
-def test_the_users_prompts_are_split_by_their_text(target: TargetText, tmp_path: Path) -> None:
-    """Records of any form; their answers are not read, and longer prompts are left out."""
+def test_the_users_prompts_are_split_by_their_text(
+    target: TargetText, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records of any form; their answers are not read, and longer prompts are left out and counted."""
     records = [{"messages": [{"role": "user", "content": f"question {number}?"}]} for number in range(60)]
     records += [{"source": f"asked {number}?", "target": "no"} for number in range(40)] + [{"source": "x" * 2000}]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [f"target={target.path}", f"text=[{tmp_path / 'own.jsonl'}]"]
     settings = load_settings(ROOT / "tests" / "tiny_draft.yaml", overrides)
     own = read_own(settings, target)
+    assert "--text: left out: 1 prompts not of at most" in capsys.readouterr().out
     contents = {split: {record["messages"][-1]["content"] for record in own[split]} for split in SPLITS}
     assert all(contents.values()) and len(set().union(*contents.values())) == sum(map(len, contents.values())) == 100
     makers = Makers(target, Texts(own=own["test"]), [], [], "test")
