@@ -166,6 +166,11 @@ def test_the_keyboard_reaches_everything_in_reading_order(page: Page) -> None:
         (bubble,) = figure.find_elements(By.CSS_SELECTOR, "[role=tooltip]")
         assert bubble.is_displayed() and bubble.text
     assert len(figures) == 8
+    page.browser.execute_script("document.activeElement.blur()")
+    for figure in figures:  # from one straight to the next
+        webdriver.ActionChains(page.browser).move_to_element(figure).perform()
+        (bubble,) = figure.find_elements(By.CSS_SELECTOR, "[role=tooltip]")
+        assert bubble.is_displayed()
     live = {element.get_attribute("id"): element.aria_role for element in page.all("[role]")}
     assert live["alert"] == "alert" and live["status"] == "status"
 
