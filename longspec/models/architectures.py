@@ -8,8 +8,9 @@ from typing import Any
 from longspec.errors import UserError
 from longspec.models.draft import Draft
 from longspec.models.draft_layer import GLIDE, GlideDecoderLayer
+from longspec.models.eagle3 import Eagle3Draft
 
-_classes: dict[str, type[Draft]] = {}
+_classes: dict[str, type[Draft]] = {"eagle3": Eagle3Draft}
 
 
 def add_architecture(draft: type[Draft]) -> None:

@@ -207,9 +207,17 @@ class Draft(nn.Module):
         """Weights from a file under the names of this module; those without a use are left out."""
         return dict(weights)
 
-    def shapes(self, listed: int | None) -> dict[str, torch.Size]:
-        """The shapes of all weights by name, without the vocabulary list. listed: its length; None without one."""
+    def shapes(self, weights: Mapping[str, Tensor], listed: int | None) -> dict[str, torch.Size]:
+        """The shapes that the weights of a file must have, by name, without the vocabulary list.
+
+        weights: those of the file. listed: length of its vocabulary list; None without one.
+        """
         return {name: weight.shape for name, weight in self.state_dict().items() if name not in MAPS}
+
+    def load(self, weights: Mapping[str, Tensor], tokens: Tensor | None, target: Any) -> None:
+        """Load weights that have the right shapes. tokens: the vocabulary list. target: as in `start_from_target`."""
+        self.set_vocabulary(tokens)
+        self.load_state_dict(dict(weights))
 
     @classmethod
     def published_options(cls, config: Mapping[str, Any], prefix: str) -> Options:

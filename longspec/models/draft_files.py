@@ -116,7 +116,7 @@ def fit_draft(state: Mapping[str, Tensor], layer: Draft, source: str) -> dict[st
     """
     weights = layer.renamed(strip_prefix(state))
     maps = {name: weights.pop(name) for name in MAPS if name in weights}
-    expected = layer.shapes(maps["d2t"].numel() if "d2t" in maps else None)
+    expected = layer.shapes(weights, maps["d2t"].numel() if "d2t" in maps else None)
 
     faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
     faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]

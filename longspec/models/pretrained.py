@@ -344,8 +344,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         Raises UserError that names missing, unexpected, wrongly shaped and non-finite weights.
         """
         weights = fit_draft(state, self.draft_model, source)
-        self.draft_model.set_vocabulary(listed_tokens(weights["d2t"]) if "d2t" in weights else None)
-        self.draft_model.load_state_dict(weights)
+        tokens = listed_tokens(weights["d2t"]) if "d2t" in weights else None
+        self.draft_model.load(weights, tokens, self)
         # A finite fp32 weight can overflow when it is cast to fp16.
         check_finite(self.draft_model.state_dict(), f"{source}, in {next(self.draft_model.parameters()).dtype}")
         self.draft_is_trained = True

@@ -23,7 +23,7 @@ from longspec.untrusted import read_yaml
 
 CONFIG_NAME = "training_config.yaml"
 """File of the configuration in a checkpoint folder."""
-FREE_SECTIONS = ("data.templates.", "model.architecture_options.")
+FREE_SECTIONS = ("data.templates.", "model.architecture_options")
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that is not in the schema."""
 SCHEMA = OmegaConf.structured(TrainConfig)

@@ -76,7 +76,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Ten
 def hybrid_mask(lengths: Tensor, tree_mask: Tensor, slots: int) -> Tensor:
     visible = (torch.arange(slots) < lengths[:, None, None]).repeat(1, tree_mask.shape[1], 1)
     for row, length in enumerate(lengths.tolist()):
-        visible[row, :, length : length + tree_mask.shape[1]] = tree_mask[row]
+        visible[row, :, length : length + tree_mask.shape[2]] = tree_mask[row]
     return visible
 
 
@@ -113,6 +113,20 @@ def test_hybrid_equals_dense_attention(
     if device == "cuda" and backend.capturable:
         assert got.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
+@pytest.mark.parametrize("lengths", [[150], [90, 90], [0, 130, 7]])
+def test_queries_may_be_fewer_than_the_nodes_that_they_see(
+    lengths: list[int], attend: tuple[DecodingAttention, str]
+) -> None:
+    """The last nodes of a tree as queries."""
+    backend, device = attend
+    q, k, v, n = make_cache(lengths, 2, 3, 4, 32, 9)
+    tree_mask = some_mask(len(lengths), 4, 9)
+    expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
+    got = backend.hybrid(n.to(device), tree_mask.to(device))(q.to(device), k.to(device), v.to(device), 0.15)
+    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)

@@ -188,3 +188,30 @@ def test_a_vocabulary_list_restricts_draft_and_target(loss: str, chunk: int) -> 
     assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
     outside = ~torch.isin(labels, LISTED) & (labels != -100)
     assert outside.any() and not hits[outside].any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_of_the_drafts_own_trains(loss: str) -> None:
+    """Value and both gradients are those of the formula; the teacher has the target's head."""
+    hidden, teacher, labels, head = example()
+    own = nn.Linear(HIDDEN, len(LISTED), bias=False, dtype=head.weight.dtype)
+    objective = DraftLoss(loss, chunk_logits=4 * V, vocabulary=LISTED)
+    value, metrics = objective(hidden, teacher, labels, head, own)
+    gradients = torch.autograd.grad(value * 0.3, (hidden, own.weight))
+    # The teacher's states as the draft's own head would read them: the same logits by a solved linear system.
+    rows = head.weight[LISTED]
+    as_own = torch.linalg.lstsq(own.weight, rows @ teacher.flatten(0, 1).T).solution.T.view_as(teacher)
+    exact = torch.allclose(own(as_own), teacher @ rows.T)
+    assert exact == (len(LISTED) <= HIDDEN)
+    number = torch.full((V,), -100)
+    number[LISTED] = torch.arange(len(LISTED))
+    listed_labels = torch.where(labels == -100, -100, number[labels.clamp(min=0)])
+    ce = plain("ce", hidden, as_own, listed_labels, own)
+    all_labels = torch.where(labels == -100, -100, 0)
+    kl, accepted = (plain(name, hidden, as_own, all_labels, own) for name in ("distill", "acceptance"))
+    expected = {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2, "acceptance": accepted}[loss]
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
+    for actual, wanted in zip(gradients, torch.autograd.grad(expected * 0.3, (hidden, own.weight)), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+    scored, _ = objective.score(hidden, teacher, labels, head, own)
+    torch.testing.assert_close(scored["loss"], metrics["loss"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from longspec.inference.drafting.decoder import DraftDecoder
+from longspec.inference.drafting.eagle3 import Eagle3Decoder
 from longspec.inference.drafting.glide import GlideDraft
 from longspec.inference.runner import Runner
 from longspec.models.architectures import add_architecture
 from longspec.models.draft import Draft
 from longspec.models.draft_layer import GLIDE
 
-_decoders: dict[str, type[DraftDecoder]] = {GLIDE: GlideDraft}
+_decoders: dict[str, type[DraftDecoder]] = {GLIDE: GlideDraft, "eagle3": Eagle3Decoder}
 
 
 def register_draft(draft: type[Draft], decoder: type[DraftDecoder]) -> None:

@@ -36,11 +36,12 @@ class DecodingAttention(Protocol):
     """Whether a CUDA graph may capture the calls, because no value of `lengths` is read on the host."""
 
     def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
-        """Attention of a verification pass, to be called once per layer: each node sees the whole prefix of its
+        """Attention of a verification pass, to be called once per layer: each query sees the whole prefix of its
         sequence and, under `tree_mask`, nodes of the tree.
 
-        The keys of the N nodes are already in slots lengths[b] … lengths[b] + N - 1. tree_mask is bool [B, N, N], True
-        where query node i sees key node j. (LongSpec, arXiv 2502.17421: hybrid tree attention.)
+        The keys of the M nodes are already in slots lengths[b] … lengths[b] + M - 1. tree_mask is bool [B, N, M], True
+        where query i sees key node j; the queries of a verification pass are the M nodes. (LongSpec, arXiv 2502.17421:
+        hybrid tree attention.)
         """
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:

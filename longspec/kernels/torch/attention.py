@@ -23,7 +23,7 @@ class SdpaAttention:
 
     def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
         counts = lengths.tolist()
-        nodes = tree_mask.shape[1]
+        nodes = tree_mask.shape[2]
         masks: dict[int, _Mask | None] = {}
         """Those of the sequences of each length, which are the same in all layers."""
 

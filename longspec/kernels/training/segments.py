@@ -84,12 +84,15 @@ class Segments:
         blocks: use the block pattern, which ignores lags.
         """
         offsets = self._host_offsets()
-        lags = torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
-        if blocks:
-            lags = offsets % BLOCK + 1
+        lags = self.block_lags if blocks else torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
         # In the block pattern the newest visible key is the last of the previous block, offset % BLOCK + 1 tokens back.
         newest = torch.arange(len(offsets)) - lags
         return upload(newest.where(offsets >= lags, -1), self.device)
+
+    @property
+    def block_lags(self) -> Tensor:
+        """The lag of each token in the block pattern, LongTensor [N] on the host."""
+        return self._host_offsets() % BLOCK + 1
 
     @cached_property
     def keys(self) -> Keys:

@@ -1,0 +1,125 @@
+"""The EAGLE-3 draft during decoding: its KV cache of accepted tokens, and the forward pass of one level of a tree."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspec.inference.cache import DraftCache, TargetCache
+from longspec.inference.drafting.decoder import DraftDecoder, Level
+from longspec.inference.runner import Runner
+from longspec.models.draft import Rope
+from longspec.models.eagle3 import Eagle3Draft
+from longspec.models.fused import rope_table
+
+
+class Eagle3Decoder(DraftDecoder):
+    """Token j of the text is at position j - 1 of the cache, because it is read with the state of the token before it.
+
+    With a window, the cache is a ring buffer with slots for the nodes of a tree after it. Otherwise it has room for the
+    whole text, and nodes are stored after the accepted tokens.
+    """
+
+    @property
+    def draft(self) -> Eagle3Draft:
+        draft = super().draft
+        assert isinstance(draft, Eagle3Draft)
+        return draft
+
+    def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
+        super().__init__(runner, batch, nodes)
+        self.layer_inputs, self.scale = self.draft.reads.layer_inputs, self.draft.midlayer.self_attn.head_dim**-0.5
+        size: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
+        hidden = self.draft.config.hidden_size
+        self.newest = torch.zeros(batch, 1, hidden, **size)
+        """[B, 1, hidden]: the fused state of the newest token that the target has read."""
+        self.states = torch.zeros(batch, nodes, hidden, **size)
+        """[B, N, hidden]: what the children of each node read."""
+        tokens = self.draft.vocabulary
+        self.ids = None if tokens is None else tokens.expand(batch, -1)
+        self.cache = DraftCache(self.draft.config, batch, 1, nodes, runner.dtype, runner.device)
+        self.grows = False
+        """Whether the cache has room for the whole text."""
+        self.rope: Rope = (torch.empty(0), torch.empty(0))
+
+    def reserve(self, capacity: int) -> None:
+        if len(self.rope[0]) < capacity:
+            self.grows = self.draft.window >= capacity
+            size = (capacity, 0) if self.grows else (self.draft.window, self.nodes)
+            given = self.draft.config, len(self.newest), *size, self.runner.dtype, self.runner.device
+            self.cache = DraftCache(*given)
+            self.rope = rope_table(self.draft.rotary[0], self.draft.fc.weight, capacity)
+
+    def narrow(self, rows: slice) -> Eagle3Decoder:
+        part = copy(self)
+        part.newest, part.states, part.cache = self.newest[rows], self.states[rows], self.cache.narrow(rows)
+        part.ids = None if self.ids is None else self.ids[rows]
+        return part
+
+    def with_nodes(self, nodes: int) -> Eagle3Decoder:
+        part = super().with_nodes(nodes)
+        part.states, part.cache = self.states[:, :nodes], self.cache.with_nodes(nodes)
+        return part
+
+    def row_states(self) -> list[Tensor]:
+        return [self.cache.keys, self.cache.values, self.newest]
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        """Zero the slots of a ring buffer that the prompt has not filled: masked slots must be finite, and earlier
+        requests may have left NaN."""
+        self.states.zero_()
+        if self.grows:
+            return
+        slots = torch.arange(self.cache.keys.shape[2], device=lengths.device)
+        stale = (slots >= lengths[:, None] - 1) | (slots >= self.cache.window)
+        for store in (self.cache.keys, self.cache.values):
+            store.masked_fill_(stale[:, None, :, None], 0)
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
+        assert states is not None
+        fused = self.draft.fuse(states)
+        before = torch.cat([self.newest, fused[:, :-1]], 1)
+        _, x = self.draft.inputs(self.embed(tokens), before)
+        keys, values = self.draft.keys_values(x, self._rope((positions - 1).clamp(min=0)))
+        # The first token of a text has no state before it. The cache takes as many tokens at a time as it has slots.
+        stored = valid & (positions > 0)
+        for start in range(0, tokens.shape[1], self.cache.window):
+            part = slice(start, start + self.cache.window)
+            self.cache.append(keys[:, :, part], values[:, :, part], positions[:, part] - 1, stored[:, part])
+        last = (valid.sum(1) - 1).clamp(min=0)[:, None, None].expand(-1, -1, fused.shape[2])
+        self.newest.copy_(fused.gather(1, last).where(valid[:, :1, None], self.newest))
+
+    def level(self, level: Level, cache: TargetCache, feature: Tensor | None) -> Tensor:
+        draft, length = self.draft, (cache.lengths - 1).clamp(min=0)
+        states = self.newest
+        if level.depth:
+            states = self.states.gather(1, level.parents[..., None].expand(-1, -1, self.states.shape[2]))
+        residual, x = draft.inputs(self.embed(level.tokens), states)
+        rope = self._rope((length + level.depth)[:, None].expand_as(level.tokens).long())
+        heads = self._attend(draft.queries(x, rope), *draft.keys_values(x, rope), length, level)
+        end = level.first + level.tokens.shape[1]
+        self.states[:, level.first : end], normed = draft.outputs(residual, heads)
+        return self.runner.product(normed, draft.lm_head.weight)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor, level: Level) -> Tensor:
+        """Store keys and values of a level's nodes, then attend to accepted tokens, int32 [B], and to nodes."""
+        attention, cache, end = self.runner.attention, self.cache, level.first + q.shape[2]
+        if not self.grows:
+            cache.write_nodes(k, v, level.first)
+            return attention.window(q, cache.keys, cache.values, length, level.depth, level.visible, self.scale)
+        slots = length[:, None] + torch.arange(level.first, end, device=length.device)
+        for store, new in ((cache.keys, k), (cache.values, v)):
+            store[cache.rows, :, slots] = new.transpose(1, 2)
+        return attention.hybrid(length, level.visible[:, :, :end])(q, cache.keys, cache.values, self.scale)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        own = self.draft.embed_tokens
+        embeddings: Tensor = super().embed(tokens) if own is None else own(tokens)
+        return embeddings
+
+    def _rope(self, positions: Tensor) -> Rope:
+        cos, sin = self.rope
+        return cos[positions], sin[positions]

@@ -1,0 +1,255 @@
+"""The EAGLE-3 draft (arXiv 2503.01840), in the form that its authors, SpecForge and the speculators library publish.
+
+    f_i = fc(h_i)                       h_i: the inputs of three layers of the target at token i, next to each other
+    x_i = [RMSNorm(E(t_i)), RMSNorm(g)]   g = f_(i - 1), or a_(i - 1) if the target has not read token i - 1
+    r = g + SelfAttn(x_i)               keys and values of the tokens 1 … i
+    a_i = r + SwiGLU(RMSNorm(r))
+    logits = lm_head(RMSNorm(a_i))      own head over the draft's vocabulary
+
+Token i has the rotary position i - 1, that of the state it is read with. Keys and values of a token that the target has
+read depend on its embedding and on f alone, so a prompt costs two projections per token.
+
+Training runs the steps of decoding one after another (training-time test). In step s the query at i reads the state of
+step s - 1 at i - 1. It sees the keys of step 1 up to token i - s + 1, then those of step m at token i - s + m. Step s
+is the lag s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from longspec.errors import UserError
+from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass
+from longspec.models.draft_layer import head_dim, rotate
+from longspec.models.eagle3_options import PUBLISHED_NAMES, Eagle3Options, published_config, published_options
+
+STEP_DECAY = 0.8
+"""Weight of the loss of a step relative to that of the step before."""
+CHUNK = 256
+"""Queries per call of attention in training."""
+EMBEDDING = "embed_tokens.weight"
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, config: Any, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = head_dim(config)
+        width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[B, T, H·D] -> [B, H, T, D]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Any, bias: bool) -> None:
+        super().__init__()
+        norms = [LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = norms
+        self.self_attn = _SelfAttention(config, bias)
+        self.mlp = LlamaMLP(config)
+
+
+class Eagle3Draft(Draft):
+    """The names of its modules are those in the published weight files."""
+
+    options_class = Eagle3Options
+    published_names = PUBLISHED_NAMES
+
+    def __init__(self, config: Any, options: Eagle3Options) -> None:
+        super().__init__(config, options)
+        self.config = options.config(config)
+        hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
+        layers = options.target_layers(config)
+        self.reads = Reads(layer_inputs=layers)
+        self.trained_lags = options.steps
+        self.lag_weights = [STEP_DECAY**step for step in range(options.steps)]
+        self.midlayer = _Layer(self.config, options.attention_bias)
+        self.fc = nn.Linear(len(layers) * config.hidden_size, hidden, bias=False)
+        self.fc_norm: nn.ModuleList | None = None
+        if options.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.hidden_size, eps=eps) for _ in layers)
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        self.embed_tokens: nn.Embedding | None = None
+        """The draft's own embedding, which does not train; None if it is the target's."""
+        self.has_own_width = hidden != config.hidden_size
+        # In a tuple, because a cast of a submodule to bf16 would shift distant positions.
+        self.rotary = (LlamaRotaryEmbedding(self.config),)
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_vocabulary(self, tokens: Tensor | None) -> None:
+        is_whole, weight = self.d2t is None, self.lm_head.weight
+        super().set_vocabulary(tokens)
+        rows = self.vocab_size if tokens is None else len(tokens)
+        if rows == len(weight):
+            return
+        self.lm_head = nn.Linear(weight.shape[1], rows, bias=False, device=weight.device, dtype=weight.dtype)
+        self.lm_head.weight.requires_grad_(weight.requires_grad)
+        if is_whole and tokens is not None:  # else `load` follows
+            with torch.no_grad():
+                self.lm_head.weight.copy_(weight[tokens.to(weight.device)])
+
+    def start_from_target(self, target: Any) -> None:
+        """The head starts as the target's."""
+        weight = target.lm_head.weight
+        if weight.shape != self.lm_head.weight.shape:
+            raise UserError(
+                "architecture: a fresh eagle3 draft starts with the target's whole head; use ZeRO stage 1 or 2, "
+                "tp_size=1 and the target's hidden_size"
+            )
+        with torch.no_grad():
+            self.lm_head.weight.copy_(weight)
+
+    # Files
+
+    def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
+
+    def shapes(self, weights: Mapping[str, Tensor], listed: int | None) -> dict[str, torch.Size]:
+        width = self.config.hidden_size
+        own = {"lm_head.weight": torch.Size((listed or self.vocab_size, width))}
+        if EMBEDDING in weights or self.has_own_width:
+            own[EMBEDDING] = torch.Size((self.vocab_size, width))
+        return super().shapes(weights, listed) | own
+
+    def load(self, weights: Mapping[str, Tensor], tokens: Tensor | None, target: Any) -> None:
+        theirs, own = target.model.embed_tokens.weight, weights.get(EMBEDDING)
+        if own is not None and torch.equal(own.to(theirs.device, theirs.dtype), theirs):
+            weights = {name: weight for name, weight in weights.items() if name != EMBEDDING}
+        elif own is not None:
+            where: dict[str, Any] = {"device": self.fc.weight.device, "dtype": self.fc.weight.dtype}
+            self.embed_tokens = nn.Embedding(*own.shape, **where).requires_grad_(False)
+        super().load(weights, tokens, target)
+
+    @classmethod
+    def published_options(cls, config: Mapping[str, Any], prefix: str) -> Options:
+        return published_options(config, prefix)
+
+    @classmethod
+    def folder_config(cls, config: Any, options: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        head = state["lm_head.weight"]
+        return published_config(config, options, len(head)) | {"torch_dtype": str(head.dtype).removeprefix("torch.")}
+
+    # The layer
+
+    def embed(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
+        """The draft's own embeddings [B, T, hidden] of tokens, or else the target's, `embeddings`."""
+        return embeddings if self.embed_tokens is None else self.embed_tokens(tokens)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """f [B, T, hidden] of the target's states [B, T, n · hidden]."""
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(states)
+
+    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual g and the attention's input x [B, T, 2 · hidden] of embeddings and states [B, T, hidden]."""
+        normed = self.midlayer.hidden_norm(states)
+        x = torch.cat([self.midlayer.input_layernorm(embeddings), normed], -1)
+        return (normed if self.options.norm_before_residual else states), x
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [B, K, T, D]."""
+        attention = self.midlayer.self_attn
+        keys, values = (attention.split_heads(proj(x)) for proj in (attention.k_proj, attention.v_proj))
+        return rotate(keys, rope), values
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """Rotated queries [B, H, T, D]."""
+        return rotate(self.midlayer.self_attn.split_heads(self.midlayer.self_attn.q_proj(x)), rope)
+
+    def outputs(self, residual: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
+        """The state that the next step reads and the input of the head, [B, T, hidden] each. heads: [B, H, T, D]."""
+        h = residual + self.midlayer.self_attn.o_proj(heads.transpose(1, 2).flatten(2))
+        state = h + self.midlayer.mlp(self.midlayer.post_attention_layernorm(h))
+        normed = self.norm(state)
+        return (normed if self.options.norm_output else state), normed
+
+    # Training
+
+    def training_forward(self, given: TrainingPass, lags: Sequence[Tensor | None]) -> list[Tensor]:
+        shape, lengths = given.tokens.shape, torch.tensor(given.segments.lengths)
+        # Lags of the tokens [B, T], on the host. In the block pattern they alternate, and the steps do not see it.
+        by_token = [
+            (given.segments.block_lags if own is None else own.repeat_interleave(lengths)).view(shape) for own in lags
+        ]
+        assert given.target.layer_inputs is not None
+        offsets = given.segments.offsets.view(shape)
+        rope = self.rotary[0](given.embeddings, (given.positions - 1).clamp(min=0))
+        embeddings = self.embed(given.tokens, given.embeddings)
+        states = self.fuse(given.target.layer_inputs)
+        keys, values, predicted = [], [], []
+        for _ in range(max(int(own.max()) for own in by_token)):
+            # The first token of a segment has no state before it.
+            before = states.roll(1, 1).masked_fill((offsets == 0)[..., None], 0)
+            residual, x = self.inputs(embeddings, before)
+            k, v = self.keys_values(x, rope)
+            keys.append(k)
+            values.append(v)
+            states, normed = self.outputs(residual, self._attend(self.queries(x, rope), keys, values, offsets))
+            predicted.append(normed)
+        return [_at_lags(predicted, own) for own in by_token]
+
+    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], offsets: Tensor) -> Tensor:
+        """Attention of the newest step, [B, H, T, D]. keys, values: those of each step so far, [B, K, T, D]."""
+        group = q.shape[1] // keys[0].shape[1]
+        keys, values = ([x.repeat_interleave(group, 1) for x in part] for part in (keys, values))
+        attend = partial(_attend_chunk, q, keys, values, offsets, self.window)
+        starts = range(0, q.shape[2], CHUNK)
+        # Backward would keep the copies of keys and values of each chunk.
+        recomputes = torch.is_grad_enabled() and len(starts) > 1
+        call = partial(checkpoint, attend, use_reentrant=False) if recomputes else attend
+        return torch.cat([call(start) for start in starts], 2)
+
+
+def _attend_chunk(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], offsets: Tensor, window: int, start: int
+) -> Tensor:
+    """Attention of the queries start … start + CHUNK - 1. offsets: LongTensor [B, T], of each token in its segment."""
+    back = len(keys) - 1  # of the newest key of step 1
+    end, reach = min(start + CHUNK, q.shape[2]), offsets[:, start : start + CHUNK, None]
+    query = torch.arange(start, end, device=q.device)[:, None]
+
+    def span(first: int, last: int) -> tuple[slice, Tensor]:
+        """The keys first … last - 1, and how far each of them is before each query."""
+        first = max(0, first)
+        return slice(first, max(first, last)), query - torch.arange(first, max(first, last), device=q.device)
+
+    prefix, distance = span(start - back - window, end - back)
+    # The first token of a segment has no key; the query there sees itself, so that its softmax is defined.
+    seen = (distance >= back) & (distance <= window) & ((distance < reach) | (distance == 0))
+    spans, masks = [prefix], [seen]
+    for step in range(1, back + 1):  # one key of each later step
+        own, distance = span(start - back + step, end - back + step)
+        spans.append(own)
+        masks.append((distance == back - step) & (distance <= reach))
+    k, v = (torch.cat([x[:, :, own] for x, own in zip(part, spans, strict=True)], 2) for part in (keys, values))
+    return F.scaled_dot_product_attention(q[:, :, start:end], k, v, attn_mask=torch.cat(masks, 2)[:, None])
+
+
+def _at_lags(predicted: Sequence[Tensor], lags: Tensor) -> Tensor:
+    """Of the hidden states of all steps, at each token those of the step lags[b, t]. lags: [B, T], on the host."""
+    first, *others = lags.unique().tolist()
+    chosen = predicted[first - 1]
+    if others:
+        lags = lags.to(chosen.device)[..., None]
+    for lag in others:
+        chosen = torch.where(lags == lag, predicted[lag - 1], chosen)
+    return chosen

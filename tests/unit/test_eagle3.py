@@ -1,0 +1,346 @@
+"""EAGLE-3 drafts: the published files, the arithmetic of other engines, training as in decoding, lossless decoding."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pairs import GLIDE, Handed, save_target, target_greedy
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longspec import generate
+from longspec.errors import UserError
+from longspec.inference.drafting.chain import ChainDrafter
+from longspec.inference.drafting.decoders import new_decoder
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine.static_batch import StaticBatch
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import GREEDY
+from longspec.models.draft_files import draft_settings
+from longspec.models.draft_saving import save_draft_file, save_draft_folder
+from longspec.models.draft_vocabulary import vocabulary_maps
+from longspec.models.eagle3 import Eagle3Draft
+from longspec.models.eagle3_options import Eagle3Options
+from longspec.models.glide import GlideMixin
+
+HIDDEN, VOCAB, LISTED, HEADS, KV_HEADS, WIDTH = 32, 61, 40, 4, 2, 40
+EPS = 1e-5
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": EPS,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": LISTED,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+"""As SafeAILab publishes it, without a rope_theta."""
+
+
+def published_weights(layer: str = "midlayer") -> dict[str, Tensor]:
+    """Random weights under the published names."""
+    generator = torch.Generator().manual_seed(3)
+    kv = HIDDEN * KV_HEADS // HEADS
+    shapes = {
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (LISTED, HIDDEN),
+        f"{layer}.hidden_norm.weight": (HIDDEN,),
+        f"{layer}.input_layernorm.weight": (HIDDEN,),
+        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+        f"{layer}.self_attn.q_proj.weight": (HIDDEN, 2 * HIDDEN),
+        f"{layer}.self_attn.k_proj.weight": (kv, 2 * HIDDEN),
+        f"{layer}.self_attn.v_proj.weight": (kv, 2 * HIDDEN),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        f"{layer}.mlp.gate_proj.weight": (WIDTH, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": (WIDTH, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": (HIDDEN, WIDTH),
+    }
+    weights = {
+        name: torch.rand(shape, generator=generator) + 0.5
+        if len(shape) == 1
+        else 0.3 * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    listed = torch.randperm(VOCAB, generator=generator)[:LISTED].sort().values
+    return weights | vocabulary_maps(listed, VOCAB)
+
+
+def published_pair(folder: Path, family: str = "llama", **options: Any) -> GlideMixin:
+    """A target with a published draft, and with other options of it."""
+    save_target(folder, family, initializer_range=0.1)
+    draft = folder / "eagle"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(CONFIG | options))
+    torch.save(published_weights(), draft / "pytorch_model.bin")
+    return GLIDE[family].from_pretrained(folder, glide_path=draft, torch_dtype=torch.float32)
+
+
+def random_tokens(*shape: int) -> Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(7))
+
+
+# What vLLM 0.26 computes (models/llama_eagle3.py and the proposer of v1/spec_decode), on one text.
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """x [T, heads, D] with rotary embedding of theta 10000, the halves of a head as pairs."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    low, high = x.split(half, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+class Reference:
+    """A draft over a growing cache; tokens come in with the states that they are paired with, and their positions."""
+
+    def __init__(self, weights: dict[str, Tensor], embedding: Tensor, switches: dict[str, bool]) -> None:
+        self.w, self.embedding, self.switches = weights, embedding, switches
+        self.keys = self.values = torch.zeros(0, KV_HEADS, HIDDEN // HEADS)
+
+    def run(self, tokens: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [T, V] and the next states [T, hidden] for tokens [T] and states [T, hidden]."""
+        w, layer = self.w, "midlayer."
+        normed = norm(states, w[layer + "hidden_norm.weight"])
+        residual = normed if self.switches.get("norm_before_residual") else states
+        x = torch.cat([norm(self.embedding[tokens], w[layer + "input_layernorm.weight"]), normed], -1)
+        q, k, v = (x @ w[f"{layer}self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k, v = (y.view(len(tokens), -1, HIDDEN // HEADS) for y in (q, k, v))
+        self.keys = torch.cat([self.keys, rotated(k, positions)])
+        self.values = torch.cat([self.values, v])
+        keys, values = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (self.keys, self.values))
+        scores = torch.einsum("thd,shd->hts", rotated(q, positions), keys) * (HIDDEN // HEADS) ** -0.5
+        seen = torch.arange(len(keys)) <= torch.arange(len(keys) - len(tokens), len(keys))[:, None]
+        heads = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+        residual = residual + heads.flatten(1) @ w[layer + "self_attn.o_proj.weight"].T
+        x = norm(residual, w[layer + "post_attention_layernorm.weight"])
+        gate, up = (x @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        state = residual + (F.silu(gate) * up) @ w[layer + "mlp.down_proj.weight"].T
+        output = norm(state, w["norm.weight"])
+        logits = torch.full((len(tokens), VOCAB), -torch.inf)
+        logits[:, torch.arange(LISTED) + w["d2t"]] = output @ w["lm_head.weight"].T
+        return logits, output if self.switches.get("norm_output") else state
+
+    def chain(self, prompt: Tensor, aux: Tensor, nodes: Tensor) -> list[Tensor]:
+        """Logits [V] after each of `nodes`, the root first. aux: the target's states [P, 3 · hidden] of the prompt."""
+        fused = aux @ self.w["fc.weight"].T
+        tokens = torch.cat([prompt[1:], nodes[:1]])  # shifted by one against the states
+        logits, states = self.run(tokens, fused, torch.arange(len(prompt)))
+        chain = [logits[-1]]
+        for step, token in enumerate(nodes[1:], len(prompt)):
+            logits, states = self.run(token[None], states[-1:], torch.tensor([step]))
+            chain.append(logits[-1])
+        return chain
+
+
+def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: Any) -> StaticBatch:
+    rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    engine = StaticBatch(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
+    engine.prefill()
+    return engine
+
+
+@pytest.mark.parametrize(
+    "switches", [{}, {"norm_before_residual": True, "norm_output": True}], ids=["plain", "switched"]
+)
+@torch.no_grad()
+def test_the_layer_computes_what_vllm_computes(tmp_path: Path, switches: dict[str, bool]) -> None:
+    """On the same weights, for prompts of several lengths in one batch and four steps."""
+    model, weights = published_pair(tmp_path, **switches), published_weights()
+    prompts, nodes = [random_tokens(3, 24)[row, :n] for row, n in enumerate((1, 2, 19))], random_tokens(3, 4)
+    draft = new_decoder(Runner(model), 3, nodes=4)
+    engine = prefilled(model, prompts, ChainDrafter(draft, 4, GREEDY))
+    actual = [draft.next_logits(nodes[:, step], step, engine.cache, None) for step in range(4)]
+    for row, prompt in enumerate(prompts):
+        inputs = model.model(prompt[None], output_hidden_states=True).hidden_states
+        aux = torch.cat([inputs[layer] for layer in (2, 1, 0)], -1)[0]  # 2, L / 2 and L - 3 of three layers
+        reference = Reference(weights, model.model.embed_tokens.weight, switches)
+        for step, expected in enumerate(reference.chain(prompt, aux, nodes[row])):
+            torch.testing.assert_close(actual[step][row], expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
+    """The training forward's logits [T, Vd] over one segment, tokens [T], at one lag."""
+    return model(
+        tokens[None],
+        labels=tokens[None],
+        position_ids=torch.arange(len(tokens))[None],
+        cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
+        lags=torch.tensor([lag]),
+        objective=Handed(lambda hidden, *_: model.draft_model.lm_head(hidden)[0]),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@torch.no_grad()
+def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, window: int | None) -> None:
+    """Every node, whatever its siblings: step s of training is level s of a tree. Prompts end before and after the
+    window's edge."""
+    model = published_pair(tmp_path, "qwen2")
+    model.draft_model.window = window or model.draft_model.window
+    prompts = [row[:n] for row, n in zip(random_tokens(4, 40), (1, 5, 9, 33), strict=True)]
+    drafter = TreeDrafter(Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=GREEDY, tree_rule="descend")
+    levels: list[Tensor] = []
+    level = drafter.draft.level
+    drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
+    engine = prefilled(model, prompts, drafter)
+    proposal = drafter.propose(engine.root, engine.cache)
+    logits = torch.cat(levels, dim=1)
+    for b, prompt in enumerate(prompts):
+        for node in range(logits.shape[1]):
+            path = proposal.tokens[b, proposal.visible[b, node]]
+            expected = training_logits(model, torch.cat([prompt, path]), int(proposal.levels[node]) + 1)[-1]
+            torch.testing.assert_close(logits[b, node], expected, **TOLERANCE, msg=f"row {b}, node {node}")
+
+
+@torch.no_grad()
+def test_packed_segments_do_not_see_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two segments in a row of several chunks, at two lags, give the logits of each segment alone."""
+    monkeypatch.setattr("longspec.models.eagle3.CHUNK", 7)
+    model = published_pair(tmp_path)
+    model.draft_model.window = 12
+    first, second = random_tokens(9), random_tokens(23)
+    packed = model(
+        torch.cat([first, second])[None],
+        labels=torch.zeros(1, 32, dtype=torch.long),
+        position_ids=torch.cat([torch.arange(9), torch.arange(23)])[None],
+        cu_seqlens=torch.tensor([0, 9, 32], dtype=torch.int32),
+        lags=torch.tensor([2, 4]),
+        objective=Handed(lambda hidden, *_: model.draft_model.lm_head(hidden)[0]),
+    )
+    # Before the lag's first chain there is nothing to compare: such a query has no root.
+    torch.testing.assert_close(packed[2:9], training_logits(model, first, 2)[2:], **TOLERANCE)
+    torch.testing.assert_close(packed[13:], training_logits(model, second, 4)[4:], **TOLERANCE)
+
+
+def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all steps at once, as in training; with several chunks the attention is computed again in backward."""
+    model = published_pair(tmp_path)
+    tokens = random_tokens(2, 20)
+    gradients = []
+    for chunk in (64, 7):
+        monkeypatch.setattr("longspec.models.eagle3.CHUNK", chunk)
+        losses = model(
+            tokens,
+            labels=tokens,
+            position_ids=torch.arange(20).expand(2, -1),
+            cu_seqlens=torch.tensor([0, 20, 40], dtype=torch.int32),
+            lags=torch.arange(1, 5)[:, None].expand(-1, 2),
+            objective=Handed(lambda hidden, *_: model.draft_model.lm_head(hidden).logsumexp(-1).sum()),
+        )
+        assert len(losses) == 4
+        weights = [weight for weight in model.draft_model.parameters() if weight.requires_grad]
+        gradients.append(torch.autograd.grad(sum(losses), weights))
+    assert all(gradient.abs().sum() > 0 for gradient in gradients[0])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, window: int | None) -> None:
+    """Trees, chains and auto, in a ragged batch, give the target's own greedy tokens; sampled rows do not depend on the
+    batch."""
+    model = published_pair(tmp_path, family)
+    model.draft_model.window = window or model.draft_model.window
+    prompts = [random_tokens(2, 21)[0, :3].tolist(), random_tokens(2, 21)[1].tolist()]
+    expected = [target_greedy(model, torch.tensor(prompt), 24) for prompt in prompts]
+    for settings in ({"method": "tree"}, {"method": "seq"}, {"method": "auto"}, {"method": "tree", "compile": False}):
+        output = generate(model, prompts, max_new_tokens=24, **settings)  # type: ignore[arg-type]
+        assert [row.tolist() for row in output.new_tokens] == expected, settings
+    together = generate(model, prompts, method="tree", max_new_tokens=12, temperature=1.0, seed=[3, 4])
+    alone = generate(model, prompts[1:], method="tree", max_new_tokens=12, temperature=1.0, seed=4)
+    assert torch.equal(together.new_tokens[1], alone.new_tokens[0])
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_files_of_the_speculators_library_load(tmp_path: Path, copied: bool) -> None:
+    """With their names, their nested config and an embedding, which is the target's own or another one."""
+    save_target(tmp_path, "llama", initializer_range=0.1)
+    draft = tmp_path / "eagle"
+    draft.mkdir()
+    inner = {name: value for name, value in CONFIG.items() if name not in ("architectures", "draft_vocab_size")}
+    config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": LISTED}
+    (draft / "config.json").write_text(
+        json.dumps(config | {"transformer_layer_config": inner, "norm_before_residual": False})
+    )
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    weights = published_weights("layers.0") | {"embed_tokens.weight": embedding if copied else embedding + 1}
+    save_file(weights, draft / "model.safetensors")
+    model = GLIDE["llama"].from_pretrained(tmp_path, glide_path=draft, torch_dtype=torch.float32)
+    assert (model.draft_model.embed_tokens is None) == copied
+    prompt = random_tokens(9)
+    assert generate(model, [prompt.tolist()], max_new_tokens=8).new_tokens[0].tolist() == target_greedy(
+        model, prompt, 8
+    )
+
+
+def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> None:
+    """A folder has the published names and config. Folder and file restore options and weights."""
+    model = published_pair(tmp_path)
+    model.draft_model.window = 24
+    draft, options = model.draft_model, replace(model.draft_model.options, layers=(0, 2, 1))
+    save_draft_folder(draft.state_dict(), model.config, tmp_path / "saved", options)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == published_weights().keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in published_weights().items())
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert {name: config[name] for name in CONFIG if name != "max_position_embeddings"}.items() <= CONFIG.items()
+    assert config["rope_theta"] == 10000.0 and config["eagle_aux_hidden_state_layer_ids"] == [0, 2, 1]
+    save_draft_file(draft.state_dict(), tmp_path / "draft.pth", options)
+    for path in (tmp_path / "saved", tmp_path / "draft.pth"):
+        assert draft_settings(path).options == options
+        again = GLIDE["llama"].from_pretrained(tmp_path, glide_path=path, torch_dtype=torch.float32)
+        assert isinstance(again.draft_model, Eagle3Draft) and again.draft_model.window == 24
+        assert again.draft_model.reads.layer_inputs == (0, 2, 1)
+        assert torch.equal(again.draft_model.lm_head.weight, draft.lm_head.weight)
+    # As another project's file, without this project's keys.
+    for name in ("draft_architecture", "draft_options"):
+        del config[name]
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    save_file(saved, tmp_path / "saved" / "model.safetensors")
+    foreign = draft_settings(tmp_path / "saved").options
+    assert foreign.layers == (0, 2, 1) and foreign.config(model.config).rope_parameters == options.rope
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2}, "several layers or norm_before_fc"),
+        ({"hidden_size": 16}, "embed_tokens.weight"),
+        ({"rope_scaling": 3}, "rope: must be a mapping"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "reads layer 3, but this target has the layers 0 … 2"),
+        ({"norm_output": "yes"}, "norm_output: must be true or false"),
+    ],
+)
+def test_drafts_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        published_pair(tmp_path, **change)
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    for options, message in (({"steps": 0}, "steps: 0"), ({"depth": 3}, "depth: eagle3 has no such option")):
+        with pytest.raises(UserError, match=message):
+            Eagle3Options.checked(options)
+    target = save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match="window: an option of GLIDE"):
+        GLIDE["llama"].from_pretrained(target, architecture="eagle3", window=64)
+    draft = GLIDE["llama"].from_pretrained(target, architecture="eagle3", draft_vocabulary=[3, 1, 60]).draft_model
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(draft.lm_head.weight, head[[1, 3, 60]]) and draft.lm_head.weight.requires_grad
+    assert asdict(draft.options) == asdict(Eagle3Options())
