@@ -23,8 +23,8 @@ class _Coins:
     def __getitem__(self, _: object) -> "_Coins":
         return self
 
-    def __lt__(self, probability: Tensor) -> bool:
-        heads = probability.nan_to_num(0.0).clamp(max=1).item()
+    def __lt__(self, probability: Tensor | float) -> bool:
+        heads = torch.as_tensor(probability).nan_to_num(0.0).clamp(max=1).item()
         return self.decide([1 - heads, heads]) == 1
 
 

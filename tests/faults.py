@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -127,12 +128,12 @@ def branches_admitted_by_the_draws(patch: Patch) -> None:
 
 def no_renormalization(patch: Patch) -> None:
     """After a rejection, the remaining p and q are not renormalized before the next sibling is tried."""
-    patch.setattr(torch_acceptance, "_sums", lambda left, remaining: torch.ones(2, dtype=torch.float64))
+    patch.setattr(torch_acceptance, "_sums", lambda left, remaining: np.ones(2))
 
 
 def resampling_from_p(patch: Patch) -> None:
     """After a rejection, the token is sampled from p instead of the normalized max(p - q, 0)."""
-    patch.setattr(torch_acceptance, "_residual", lambda p, q, ratio: p.double())
+    patch.setattr(torch_acceptance, "_residual", lambda p, q, ratio: p)
 
 
 def temperature_left_out(patch: Patch) -> None:

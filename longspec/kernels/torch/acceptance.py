@@ -5,8 +5,15 @@ Parents precede their children, so one pass in order meets the children of each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+START = (np.float64(0), np.float64(1), np.float64(1))
+"""ratio, total and mass at a node without rejected children."""
 
 
 def follow_choices(tokens: Tensor, parents: Tensor, choice: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,18 +42,16 @@ def reject_children(
     """See `Backend.reject_children`."""
     certain = torch.zeros_like(tokens, dtype=torch.bool) if certain is None else certain
     q_rows = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if q_rows is None else q_rows
-    paths, residuals = [], []
-    for row in range(len(tokens)):
-        numbers = (x[row].tolist() for x in (tokens, parents, certain, q_rows))
-        nodes, residual = _descend(q[row], p[row], coins[row], *numbers)
-        paths.append(nodes)
-        residuals.append(residual)
-    return *_padded(paths, depth, tokens), torch.stack(residuals)
+    lists = zip(*(x.tolist() for x in (tokens, parents, certain, q_rows)), strict=True)
+    with np.errstate(divide="ignore", invalid="ignore"):  # as in torch, NaN in p ends a path
+        rows = [_descend(q[row], p[row], coins[row], *numbers) for row, numbers in enumerate(lists)]
+    paths, residuals = zip(*rows, strict=True)
+    return *_padded(paths, depth, tokens), torch.from_numpy(np.stack(residuals)).to(p.device)
 
 
 def _descend(
     q: Tensor, p: Tensor, coins: Tensor, tokens: list[int], parents: list[int], certain: list[bool], q_rows: list[int]
-) -> tuple[list[int], Tensor]:
+) -> tuple[list[int], np.ndarray]:
     """The path in one row, and the residual [V] at its last node. q [inner nodes, V]; p [N, V]; coins [N].
 
     After some children of a node are rejected, with r = ratio:
@@ -56,19 +61,17 @@ def _descend(
     anew each time, because a difference of sums would lose the improbable tokens. The rejection of a certain child
     leaves r as it is. A rejected token is removed from p and q.
     """
-    path = [0]
-    start = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64, device=p.device)
-    ratio, total, mass = start
-    own_p, own_q = p[0].clone(), q[0].clone()
+    path, (ratio, total, mass) = [0], START
+    own_p, own_q = _on_host(p[0]), _on_host(q[0])
     for child, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent != path[-1]:
             continue
-        rest = 1.0 if certain[child] else own_q[token].double() / mass
+        rest = 1.0 if certain[child] else own_q[token] / mass
         if coins[child] < _residual(own_p[token], own_q[token], ratio) / (rest * total):
             path.append(child)
-            ratio, total, mass = start
+            ratio, total, mass = START
             # A leaf has no q; any will do.
-            own_p, own_q = p[child].clone(), q[min(q_rows[child], len(q) - 1)].clone()
+            own_p, own_q = _on_host(p[child]), _on_host(q[min(q_rows[child], len(q) - 1)])
         else:
             own_p[token] = own_q[token] = 0.0
             next_ratio = ratio if certain[child] else ratio + total / mass
@@ -79,17 +82,22 @@ def _descend(
     return path, _residual(own_p, own_q, ratio)
 
 
-def _residual(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
-    """max(p - ratio * q, 0) elementwise, in fp64."""
-    return (p.double() - ratio * q.double()).clamp(min=0)
+def _residual(p: Any, q: Any, ratio: np.float64) -> Any:
+    """max(p - ratio * q, 0) elementwise."""
+    return np.maximum(p - ratio * q, 0.0)
 
 
-def _sums(residual: Tensor, remaining: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the vocabulary of the residual of p and of the rest of q, [V] each -> fp64 scalars."""
-    return residual.sum(), remaining.sum(dtype=torch.float64)
+def _sums(residual: np.ndarray, remaining: np.ndarray) -> tuple[np.float64, np.float64]:
+    """Sums over the vocabulary of the residual of p and of the rest of q, [V] each."""
+    return residual.sum(), remaining.sum()
 
 
-def _padded(paths: list[list[int]], depth: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _on_host(probabilities: Tensor) -> np.ndarray:
+    """A copy in fp64."""
+    return probabilities.cpu().numpy().astype(np.float64)
+
+
+def _padded(paths: Sequence[list[int]], depth: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Paths as LongTensor [B, depth + 1], which repeat their last node, and their numbers of steps [B]."""
     padded = [nodes + nodes[-1:] * (depth + 1 - len(nodes)) for nodes in paths]
     return like.new_tensor(padded), like.new_tensor([len(nodes) - 1 for nodes in paths])
