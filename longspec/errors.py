@@ -1,7 +1,8 @@
 """The exception for bad input, and how commands report it."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TypeVar
 
@@ -10,6 +11,15 @@ T = TypeVar("T")
 
 class UserError(ValueError):
     """Bad input. The message is one line that says what is wrong, where, and what to do."""
+
+
+@contextmanager
+def os_errors(problem: str, advice: str = "") -> Iterator[None]:
+    """Turn an OSError into a UserError: the problem, the operating system's reason in brackets, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{problem} ({error.strerror}){advice and '; '}{advice}") from error
 
 
 def first_line(error: BaseException) -> str:

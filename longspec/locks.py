@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,8 @@ class FolderLock:
     def _acquire(self) -> int:
         """Open and lock the file. Returns its descriptor."""
         file = self.folder / LOCK_NAME
-        try:
+        with os_errors(f"output_dir: {file} cannot be written"):
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(f"output_dir: {file} cannot be written ({error.strerror})") from error
         try:
             self._lock(descriptor)
         except UserError:
@@ -61,12 +59,10 @@ class FolderLock:
                 "output_dir"
             ) from error
         holder_fields = {"host": socket.gethostname(), "pid": os.getpid()}
-        try:
+        with os_errors(f"output_dir: {file} cannot be written"):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder_fields).encode(), 0)
             os.fsync(descriptor)
-        except OSError as error:
-            raise UserError(f"output_dir: {file} cannot be written ({error.strerror})") from error
 
     def renew(self) -> None:
         """Create and lock the folder again if it was deleted. Raises UserError if another run holds it by now."""
@@ -75,10 +71,8 @@ class FolderLock:
             if os.path.samestat(file.stat(), os.fstat(self.descriptor)):
                 return
         logger.warning("%s was deleted during the run; this save creates it again", self.folder)
-        try:
+        with os_errors(f"output_dir: {self.folder} cannot be created"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir: {self.folder} cannot be created ({error.strerror})") from error
         deleted = self.descriptor
         self.descriptor = self._acquire()
         os.close(deleted)
@@ -106,10 +100,8 @@ def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO
 
     wait: whether to wait until the other process releases it.
     """
-    try:
+    with os_errors(f"{path}: cannot be opened"):
         stream = path.open(mode)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
     with stream:
         try:
             _flock(stream.fileno(), path, wait)

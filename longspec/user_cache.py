@@ -1,9 +1,19 @@
-"""The user's cache."""
+"""The user's cache, and the notice about work that is done once and kept there."""
 
+import logging
 import os
+from functools import cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def user_cache(kind: str) -> Path:
     """The folder for one kind of files, in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError if there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / kind
+
+
+@cache
+def announce_first_use() -> None:
+    """Log the notice, once per process. Called before kernels are compiled or rounds are measured."""
+    logger.warning("first use: kernels are compiled and rounds measured, which takes some seconds and is kept")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,12 +16,63 @@ from longspec.cli.bench import bench
 from longspec.cli.chat import chat
 from longspec.cli.generate import generate
 from longspec.cli.options import examples
-from longspec.cli.passthrough import PASSED_ON, draft, evaluate, regenerate
 from longspec.cli.serve import serve
 from longspec.cli.train import train
-from longspec.cli.weights import extract, split
 from longspec.errors import UserError, reports_user_errors
+from longspec.extras import extra
 from longspec.signals import StopSignals
+
+
+def extract(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder last_ds or last_2ds of a run.")],
+    output: Annotated[Path, typer.Argument(help="File .pth or folder to write.")],
+    hf: Annotated[bool, typer.Option("--hf", help="Write a folder in Hugging Face format.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="Store matrices in 8 bits; only with --hf.")] = False,
+) -> None:
+    """Extract the draft from a DeepSpeed checkpoint."""
+    with extra("train"):
+        from longspec.train.extraction import extract_draft
+
+    print(f"{extract_draft(checkpoint, output, hf, int8)} weights of {checkpoint} written to {output}")
+
+
+def split(
+    target: Annotated[str, typer.Option("--target", help="Target: name, folder, hub id or .gguf file.")],
+    tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Number of ranks that share the target.")],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write; it must not exist.")],
+) -> None:
+    """Split a target into a folder per rank, for training and decoding with `tp_size`."""
+    from longspec.inference.registry import choose_target
+    from longspec.models.target_files import local_target
+    from longspec.models.target_split import split_target
+
+    split_target(local_target(choose_target(target)), output, tp_size)
+    print(f"{target} for {tp_size} ranks written to {output}")
+
+
+PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Context settings that leave every option, --help included, to the command's own parser."""
+
+
+def evaluate(context: typer.Context) -> None:
+    """Measure a pair on LongBench tasks and AIME24 (`longspec evaluate --help`)."""
+    from longspec.longbench.command import main
+
+    main(context.args, prog="longspec evaluate")
+
+
+def regenerate(context: typer.Context) -> None:
+    """Write training text with the target (`longspec regenerate --help`)."""
+    from longspec.regenerate.command import main
+
+    main(context.args, prog="longspec regenerate")
+
+
+def draft(context: typer.Context) -> None:
+    """Train a draft for any target and measure it, in one command (`longspec draft --help`)."""
+    from longspec.pipeline.command import main
+
+    main(context.args, prog="longspec draft")
 
 
 class Commands(TyperGroup):

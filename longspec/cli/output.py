@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
 from longspec.locks import locked_file
@@ -63,10 +63,8 @@ class StdoutLines:
 
 def locked_output(path: Path) -> AbstractContextManager[object]:
     """Create an output file and its folder if needed, and lock the file. Raises UserError."""
-    try:
+    with os_errors(f"--output {path}: its folder cannot be created"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {path}: its folder cannot be created ({error.strerror})") from error
     return locked_file(path)
 
 
@@ -87,8 +85,5 @@ def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     if str(path) == "-":
         print(line, file=sys.stderr)
         return
-    try:
-        with replacing(path) as unfinished:
-            unfinished.write_text(line + "\n")
-    except OSError as error:
-        raise UserError(f"--json {path}: cannot be written ({error.strerror})") from error
+    with os_errors(f"--json {path}: cannot be written"), replacing(path) as unfinished:
+        unfinished.write_text(line + "\n")

@@ -13,7 +13,7 @@ from longspec.data.aligners import Turn, common_form_aligner
 from longspec.data.lines import SUFFIXES as JSONL
 from longspec.data.record_fields import check_sampling, unread_fields, unread_note
 from longspec.data.records import KIND_FIELDS, Record, RecordError, located, parse_record, text_of
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 
 TEXT = (".txt",)
 """Suffixes of text files, in any case."""
@@ -71,10 +71,8 @@ def _read(source: str, number: int) -> Iterator[Prompt]:
         yield from _text_lines("stdin", sys.stdin.buffer.read())
     # A name without spaces counts as a file even if the file is missing, so that a misspelled name is an error.
     elif suffix in (*TEXT, *JSONL) and (exists or " " not in source):
-        try:
+        with os_errors(f"{source}: cannot be read"):
             content = Path(source).read_bytes()
-        except OSError as error:
-            raise UserError(f"{source}: cannot be read ({error.strerror})") from error
         yield from _text_lines(source, content) if suffix in TEXT else _records(source, content)
     elif exists:
         kind = "a folder" if os.path.isdir(source) else "a file of an unknown kind"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -102,31 +102,26 @@ def _with_rows(stats: GenerationStats, figures: Sequence[GenerationStats]) -> Ge
     return replace(stats, row_rounds=[own.rounds for own in figures], row_ttft_s=[own.ttft_s for own in figures])
 
 
+@dataclass
 class _Run:
     """The requests of one engine."""
 
-    def __init__(
-        self,
-        engine: RequestEngine,
-        requests: Sequence[Request],
-        own: Sequence[int],
-        listener: Listener,
-        figures: Sequence[GenerationStats],
-        word: str,
-    ) -> None:
-        """own: the numbers of those of the requests that this engine answers, in order. figures: takes the counts and
-        times of each request. word: what error messages call a request."""
-        self.engine = engine
-        self.own = own
-        self.requests = requests
-        self.listener = listener
-        self.word = word
-        self.tickets: dict[int, Ticket] = {}
-        """Those of the answers that are not complete."""
-        self.failure: Exception | None = None
-        self.build_s = 0.0
-        self.figures = figures
-        self.reported = {"build_s": 0.0, **engine.batch.setup}
+    engine: RequestEngine
+    requests: Sequence[Request]
+    own: Sequence[int]
+    """The numbers of those of the requests that this engine answers, in order."""
+    listener: Listener
+    figures: Sequence[GenerationStats]
+    """Those of each request, which this fills."""
+    word: str
+    """What error messages call a request."""
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    """Those of the answers that are not complete."""
+    failure: Exception | None = None
+    build_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.reported = {"build_s": 0.0, **self.engine.batch.setup}
         """The times of the setup that are part of an answer's figures, and those before this run."""
 
     def play(self, start: float) -> GenerationStats:

@@ -1,19 +1,25 @@
-"""The forward passes of decoding on fused layers (see `models.fused`). On CUDA, graphs can capture them."""
+"""The forward passes of decoding on fused layers (see `models.fused`). On CUDA, graphs can capture them.
+
+`make_runner` chooses between them and transformers' own modules.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspec.inference.cache import DraftCache, TargetCache
-from longspec.inference.runner import Runner
+from longspec.inference.runner import Runner, model_backend
 from longspec.kernels.backend import Backend
+from longspec.kernels.shared.device import plain_gpu
 from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.draft_layer import GlideDecoderLayer, head_dim
-from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, rope_table
+from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, can_fuse, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead
 from longspec.models.target_attention import Attend, LayerInputs, QueryAttend
@@ -112,3 +118,32 @@ class FusedRunner(Runner):
         stream = self.embed(tokens)
         store = TokenSlots(positions.clamp(min=0), self.rope, cache.keys, cache.values, slots)
         self.draft_layer.store_keys_values(stream, store)
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
+    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one.
+
+    A plain runner on a CUDA device despite `compiled` logs the reason, once.
+    """
+    backend = model_backend(model, attention)
+    device = model.lm_head.weight.device
+    if not compiled:
+        return Runner(model, backend)
+    if device.type == "cuda" and not (backend.capturable and backend.attention.capturable):
+        # On such a GPU the choice of the backend has logged the reason already.
+        if plain_gpu(device) is None:
+            _log_plain(f"{backend.attention.name} attention")
+        return Runner(model, backend)
+    if not can_fuse(model):
+        if device.type == "cuda":
+            _log_plain(f"{type(model).__name__} with these layers")
+        return Runner(model, backend)
+    return FusedRunner(model, backend)
+
+
+@cache
+def _log_plain(reason: str) -> None:
+    logger.warning("no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel", reason)

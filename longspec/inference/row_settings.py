@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,22 +16,19 @@ FIELDS = ("seed", "top_k", "temperature", *(name for name in FILTERS if name != 
 """The settings of a row that are numbers: two integers, then fractions."""
 
 
+@dataclass(eq=False)
 class RowSettings:
     """Settings of B rows, in tensors that are changed in place. Greedy rows draft at temperature 1 and keep all
     tokens."""
 
-    def __init__(
-        self, numbers: Tensor, greedy: Tensor, positions: Tensor, penalties: PenaltyRows | None = None
-    ) -> None:
-        """The parts of `allocate` or `narrow`."""
-        self.numbers = numbers
-        """int64 [FIELDS, B]: integers, and the bits of fractions in fp64."""
-        self.greedy = greedy
-        """bool [B]."""
-        self.positions = positions
-        """int32 [B]: the root's position. A cache has this tensor as the number of its accepted tokens."""
-        self.penalties = penalties
-        """None as long as no row has any."""
+    numbers: Tensor
+    """int64 [FIELDS, B]: integers, and the bits of fractions in fp64."""
+    greedy: Tensor
+    """bool [B]."""
+    positions: Tensor
+    """int32 [B]: the root's position. A cache has this tensor as the number of its accepted tokens."""
+    penalties: PenaltyRows | None = None
+    """None as long as no row has any."""
 
     @classmethod
     def allocate(cls, rows: int, device: torch.device, penalties: PenaltyKind | None = None) -> RowSettings:

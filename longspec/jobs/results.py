@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 from longspec.locks import locked_file
 from longspec.replacing import replacing
 
@@ -149,16 +149,10 @@ class Results:
             self._size += len(raw)
             self._note(self._read_line(raw))
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         """Turn an OSError into a UserError."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}); {len(self.lines)} results are saved; the same "
-                "command continues once this is fixed"
-            ) from error
+        saved = f"{len(self.lines)} results are saved; the same command continues once this is fixed"
+        return os_errors(f"{self.path}: cannot be written", saved)
 
 
 def resume_results(

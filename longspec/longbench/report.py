@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import os_errors
 from longspec.inference.device import device_name, versions
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.results import Line, json_bytes
@@ -120,13 +120,9 @@ def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` atomically. Raises UserError."""
-    try:
-        with replacing(path) as unfinished:
-            unfinished.write_bytes(json_bytes(content, indent=2) + b"\n")
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); the same command continues once this is fixed"
-        ) from error
+    advice = "the same command continues once this is fixed"
+    with os_errors(f"{path}: cannot be written", advice), replacing(path) as unfinished:
+        unfinished.write_bytes(json_bytes(content, indent=2) + b"\n")
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.utils import find_adapter_config_file
 
 from longspec.chat_template import replace_template, template_text
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError, first_line, os_errors
 from longspec.untrusted import CONFIG_BYTES, check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -117,10 +117,8 @@ def check_files(folder: Path) -> None:
     """
     # A tokenizer may be large, a configuration never is.
     limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
-    try:
+    with os_errors(f"{folder}: cannot be read"):
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
     for file in files:
         if file.exists() and not file.is_dir():
             limit = CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix)

@@ -16,9 +16,9 @@ from torch import Tensor
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
+from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.sampling import Sampler
-from longspec.inference.select_runner import make_runner
 from longspec.kernels.shared.watch import Watch
 
 

@@ -11,11 +11,10 @@ import torch
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline.files import answer_files, claim, training_files, write_atomically
-from longspec.pipeline.processes import share_work
+from longspec.pipeline.processes import hydra_overrides, share_work
 from longspec.pipeline.settings import ProbeSettings, Settings, StageSettings
 from longspec.pipeline.tables import Figure, markdown, pooled
 from longspec.pipeline.target import TargetText
-from longspec.pipeline.trainer import hydra_overrides
 from longspec.ranks.replicas import Replicas
 from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig

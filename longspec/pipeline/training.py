@@ -13,9 +13,9 @@ from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.probes import adopted
+from longspec.pipeline.processes import METRICS, launch, launch_line
 from longspec.pipeline.settings import Settings, StageSettings
 from longspec.pipeline.target import TargetText
-from longspec.pipeline.trainer import METRICS, launch, launch_line
 from longspec.train.config import compose_config
 
 CHECKPOINT, FACTS = "checkpoint-last", "settings.json"

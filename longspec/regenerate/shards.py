@@ -14,7 +14,7 @@ import yaml
 from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
 from longspec.data.records import Record, parse_record
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 from longspec.jobs.job import differences
 from longspec.locks import locked
 from longspec.regenerate.settings import Settings
@@ -56,10 +56,8 @@ class SplitShards:
         Raises UserError if another process writes to it, or if it has shards of a different run.
         """
         file = self.folder / PROVENANCE_NAME
-        try:
+        with os_errors(f"{self.folder}: cannot be created"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be created ({error.strerror})") from error
         with locked(self.folder):
             if file.exists():
                 stored = _read_facts(file)
@@ -144,10 +142,6 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
 
 def _write(file: Path, text: str) -> None:
     """Write a file atomically. Raises UserError if it cannot be written."""
-    try:
-        with replacing(file) as unfinished:
-            unfinished.write_bytes(text.encode())
-    except OSError as error:
-        raise UserError(
-            f"{file}: cannot be written ({error.strerror}); the same command continues once this is fixed"
-        ) from error
+    advice = "the same command continues once this is fixed"
+    with os_errors(f"{file}: cannot be written", advice), replacing(file) as unfinished:
+        unfinished.write_bytes(text.encode())

@@ -16,7 +16,7 @@ from longspec.data.lines import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
 from longspec.data.tokenization import OVERFLOWS
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 from longspec.kernels.training.varlen import resolve_attention
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
@@ -142,10 +142,8 @@ def _real_files(key: str, files: Any) -> set[str]:
 def _check_output_dir(folder: str) -> None:
     _require(folder.strip() != "", "output_dir", "must name a folder", folder)
     output = Path(folder)
-    try:
+    with os_errors(f"config key output_dir: {output} cannot be used"):
         exists = output.exists()
-    except OSError as error:
-        raise UserError(f"config key output_dir: {output} cannot be used ({error.strerror})") from error
     if exists:
         _require(output.is_dir(), "output_dir", "must be a folder", folder)
         _require(os.access(output, os.W_OK), "output_dir", "must be writable", folder)
@@ -154,10 +152,8 @@ def _check_output_dir(folder: str) -> None:
 def make_output_dir(config: TrainConfig) -> None:
     """Create the output folder if it is missing. Raises UserError if that fails."""
     output = Path(config.output_dir)
-    try:
+    with os_errors(f"config key output_dir: {output} cannot be created"):
         output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"config key output_dir: {output} cannot be created ({error.strerror})") from error
     _require(os.access(output, os.W_OK), "output_dir", "must be writable", config.output_dir)
 
 

@@ -18,7 +18,7 @@ import wandb
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from longspec.errors import UserError, first_line
+from longspec.errors import first_line, os_errors
 from longspec.replacing import replacing
 from longspec.train.config_schema import TrainConfig
 
@@ -63,13 +63,9 @@ class RunLog:
         self.path = folder / METRICS_NAME
         self.unwritten = b""
         """Lines that did not fit on the disk yet."""
-        try:
+        with os_errors(f"{self.path}: cannot be written", "free space or repair the folder"):
             folder.mkdir(parents=True, exist_ok=True)
             self.last_metrics = _cut(self.path, start_step)
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}); free space or repair the folder"
-            ) from error
         self.wandb = _start_wandb(folder, config)
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
         self.total_steps = total_steps

@@ -4,15 +4,17 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from longspec.errors import reports_user_errors
+from longspec.locks import FolderLock
 from longspec.models.target_cache import resolve_target
-from longspec.ranks.agreement import Termination, from_rank_zero, launched_rank
+from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_rank
 from longspec.ranks.peers import watched
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, saved_draft
@@ -22,7 +24,6 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import held_out_row_count
-from longspec.train.folder_lock import sole_writer
 from longspec.train.generations import DRAFTS
 from longspec.train.inputs import read_inputs
 from longspec.train.logging import setup_logging
@@ -132,3 +133,20 @@ def log_next_command(config: TrainConfig) -> None:
     folder = Path(config.output_dir) / DRAFTS[1]
     command = ["longspec", "bench", config.model_name_or_path, "--draft", str(folder)]
     logger.info("the draft is in %s; compare it with the other methods: %s", folder, shlex.join(command))
+
+
+@contextmanager
+def sole_writer(output: Path) -> Iterator[Callable[[], None]]:
+    """Lock the output folder on global rank 0 inside the context. Yields a function that all ranks call before a save.
+
+    All ranks end with one error line if another run holds the lock, or if a rank sees a different folder under this
+    path, as with disks that are local to each host.
+    """
+    locks: list[FolderLock] = []
+    try:
+        from_rank_zero(lambda: locks.append(FolderLock(output)))
+        check_shared(output, "output_dir: ")
+        yield lambda: from_rank_zero(lambda: locks[0].renew())
+    finally:
+        for lock in locks:
+            lock.release()

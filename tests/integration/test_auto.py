@@ -17,7 +17,7 @@ from torch import Tensor
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool
-from longspec.inference.adaptive import measurement
+from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {"method": "auto", "tree_shape": (3, 6, 6), "max_new_
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(measurement, "REPLAYS", 1)
+    monkeypatch.setattr(time_cache, "REPLAYS", 1)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Rounds, "round", counted)
     generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
-    rounds = (1 + measurement.REPLAYS) * len(plans_for(Drafting("auto", (3, 6, 6)), on_cpu=True))
+    rounds = (1 + time_cache.REPLAYS) * len(plans_for(Drafting("auto", (3, 6, 6)), on_cpu=True))
     assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
 
 

@@ -7,7 +7,7 @@ import pytest
 from pairs import OPTIONS, every_turn, make_pair
 from serving import SMALL, alone, answers, random_requests, serving
 
-from longspec.inference.adaptive import measurement
+from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plan_drafters import served_plans
 from longspec.inference.adaptive.plans import Plan
@@ -22,7 +22,7 @@ PLANS = {plan.name for plan in served_plans(Drafting("auto", SMALL["tree_shape"]
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GlideMixin:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(measurement, "REPLAYS", 1)
+    monkeypatch.setattr(time_cache, "REPLAYS", 1)
     return make_pair(tmp_path / "pair", "qwen2", options=OPTIONS["both"], vocab_size=VOCAB)
 
 

@@ -16,9 +16,9 @@ from longspec.inference import engine_pool
 from longspec.inference.engine import capture as capture_module
 from longspec.inference.engine import modes
 from longspec.inference.engine.static_batch import StaticBatch
+from longspec.inference.fused_runner import _log_plain, make_runner
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
-from longspec.inference.select_runner import _log_plain, make_runner
 from longspec.models.glide import GlideMixin
 
 pytestmark = pytest.mark.gpu

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pairs import make_pair
 
-from longspec.inference.engine import draft_starter
+from longspec.inference.engine import prefill
 from longspec.inference.engine.batch import Batch
+from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import AUTO, Drafting
-from longspec.inference.select_runner import make_runner
 
 PROMPTS = {2: 70, 0: 9, 1: 1}
 """Number of prompt tokens by row. Row 2 starts twice, the second time with fewer tokens."""
@@ -23,7 +23,7 @@ def test_captured_starts_equal_eager_ones(
     method: str, listed: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":  # the static tensors are the same without a graph
-        monkeypatch.setattr(draft_starter, "capture_pass", lambda start, device: start)
+        monkeypatch.setattr(prefill, "capture_pass", lambda start, device: start)
     model = make_pair(tmp_path, dtype=torch.bfloat16, hidden_size=128).to(device)
     if listed:
         model.draft_model.set_vocabulary(torch.arange(1, model.config.vocab_size, 2, device=device))

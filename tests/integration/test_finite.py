@@ -13,7 +13,7 @@ from longspec.errors import UserError
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
-from longspec.regenerate.answering import Answer, Answerer
+from longspec.regenerate.writer import Answer, Answerer
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
 RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]

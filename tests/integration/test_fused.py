@@ -17,12 +17,11 @@ from longspec.inference.cache import DraftCache
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
-from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.fused_runner import FusedRunner, make_runner
 from longspec.inference.generate import generate
 from longspec.inference.methods import METHODS, Drafting, make_drafter
 from longspec.inference.runner import Runner, model_backend
 from longspec.inference.sampling import GREEDY
-from longspec.inference.select_runner import make_runner
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeBackend
 from longspec.kernels.torch.attention import SdpaAttention
@@ -84,7 +83,8 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> 
 
 @pytest.mark.parametrize(
     ("family", "layout", "backend"),
-    [("mistral", "mha", "torch"), *((*case, backend) for case in CASES for backend in ("triton", "torch"))]
+    [("mistral", "mha", "torch"), *((*case, "torch") for case in CASES)]
+    + [(*case, "triton") for case in (CASES if torch.cuda.is_available() else CASES[1:3])]
     + [pytest.param(*case, "native", marks=pytest.mark.gcc) for case in CASES],
 )
 @torch.no_grad()

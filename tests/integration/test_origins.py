@@ -11,14 +11,14 @@ from serving import answers, serving
 from torch import Tensor
 
 from longspec import generate
-from longspec.inference.adaptive import measurement
+from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plan_drafters import PlanDrafter
 from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine.modes import SelectiveDrafter
 from longspec.inference.engine.requests import Request
 from longspec.inference.engine.round_record import RoundResult
 from longspec.inference.engine.rounds import Rounds
-from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.models.glide import GlideMixin
 
 PROMPT = [1, 5, 1, 4, 2, 5, 1, 5, 1, 4, 2, 3]
@@ -69,7 +69,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
             expected.append([*path_origins(self.drafter, played.tokens[0, :accepted].tolist()), "target"])
         return played
 
-    monkeypatch.setattr(measurement, "REPLAYS", 1)
+    monkeypatch.setattr(time_cache, "REPLAYS", 1)
     monkeypatch.setattr(Rounds, "round", watched)
     turns = cycle([-1, -1, -1, 0, -2, 1])  # the largest tree before the other plans of "auto"
     monkeypatch.setattr(Controller, "choose", lambda self: self.impose(self.plans[next(turns)]))

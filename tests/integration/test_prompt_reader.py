@@ -8,7 +8,7 @@ from pairs import make_pair
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.engine.prefill import PromptReader
-from longspec.inference.select_runner import make_runner
+from longspec.inference.fused_runner import make_runner
 
 pytestmark = pytest.mark.gpu
 CAPACITY, LARGEST = 512, 64

@@ -21,11 +21,11 @@ from longspec.errors import UserError
 from longspec.inference.methods import Drafting
 from longspec.inference.pairs import PAIRS, Pair
 from longspec.inference.request import Sampling, row_seed
-from longspec.regenerate.answering import Answer, Answerer
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
 from longspec.regenerate.shards import SplitShards
+from longspec.regenerate.writer import Answer, Answerer
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from longspec.inference.drafting import reduced_head
 from longspec.inference.engine.batch import KINDS, Batch, Mode
-from longspec.inference.engine.selective import SelectiveDrafter
+from longspec.inference.engine.modes import SelectiveDrafter
+from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import Drafting
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.sampling import GREEDY_KIND, Sampler
-from longspec.inference.select_runner import make_runner
 from longspec.models.glide import GlideMixin
 
 VOCAB = 4

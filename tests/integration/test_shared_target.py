@@ -64,7 +64,7 @@ def test_ranks_that_share_a_target_generate_what_one_process_does(
         "tests/shared_target_run.py", str(tmp_path), str(ranks), *families, ranks=ranks, folder=tmp_path
     )
     assert code == 0, stderr[-4000:]
-    assert stdout == f"{8 * len(families) + 5} generations are the same\n"
+    assert stdout == f"{6 * len(families) + 7} generations are the same\n"
 
 
 @pytest.mark.slow

@@ -26,13 +26,13 @@ from longspec.train.config import (
     compose_config,
     load_config,
     read_config_file,
+    readable,
     to_yaml,
     typed,
 )
 from longspec.train.config_checks import make_output_dir
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
-from longspec.train.overrides import readable
 
 EXP = ROOT / "conf" / "exp"
 # The others follow another recipe; test_experiment_settings.py composes those of the experiments.

@@ -13,8 +13,8 @@ from pairs import make_pair
 from torch import Tensor
 
 from longspec.errors import UserError
+from longspec.inference.fused_runner import make_runner
 from longspec.inference.generate import generate
-from longspec.inference.select_runner import make_runner
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.native import library, operations
 from longspec.kernels.native.library import native_library
@@ -52,7 +52,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from longspec.errors import UserError
-from longspec.pipeline.processes import running
-from longspec.pipeline.trainer import launch
+from longspec.pipeline.processes import launch, running
 
 RANK = """
 import pathlib, signal, sys, time

@@ -11,8 +11,8 @@ from longspec.pipeline import training
 from longspec.pipeline.cells import SampleFile, cells, prompt_digest, read_samples
 from longspec.pipeline.files import answers_file, read_jsonl, training_files, write_atomically
 from longspec.pipeline.probes import best_candidate, probe_table
+from longspec.pipeline.processes import launch_line
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
-from longspec.pipeline.trainer import launch_line
 from longspec.pipeline.training import batches, run_folder, stage_facts, stage_table, train, train_stage
 from longspec.train.config import load_config
 

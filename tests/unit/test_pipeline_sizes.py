@@ -16,9 +16,9 @@ from longspec.errors import UserError
 from longspec.pipeline import command, run
 from longspec.pipeline.estimates import Estimate, estimate
 from longspec.pipeline.machine import Machine, Target
+from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
-from longspec.pipeline.trainer import hydra_overrides
 from longspec.train.config import compose_config
 
 GIB = 2**30

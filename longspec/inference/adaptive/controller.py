@@ -9,9 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from longspec.inference.adaptive.lookup_trace import LookupTrace
+from longspec.inference.adaptive.lookup_trace import LookupTrace, TrackedMean
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.adaptive.tracked_mean import TrackedMean
 from longspec.inference.engine.round_record import RowRound
 
 PRIOR_WEIGHT = 4.0

@@ -1,4 +1,6 @@
-"""The cache of measured round times: one JSON file per target, draft, device, batch size and context."""
+"""The times of rounds: measured on an empty cache that is made to look as if it held tokens, and kept in one JSON file
+per target, draft, device, batch size and context.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,23 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.kernel_key import KernelKey
+from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.process_group import same_on_all_ranks
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.replacing import replacing
-from longspec.user_cache import user_cache
+from longspec.user_cache import announce_first_use, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,12 @@ LIFETIME_S = 30 * 24 * 3600
 """Seconds after which times are measured again: drivers, clocks and other software change."""
 BUSY_LIFETIME_S = 600
 """The same for times that were measured while other processes used all cores."""
+REPLAYS = 3
+"""Times that are taken of each plan at each of two contexts, after a round that is not timed. The median counts."""
+LAUNCHES = 3
+"""Rounds per time where rounds are launched ahead: the device does not wait for the host between them."""
+LOW_CONTEXT = 64
+"""Prefix slots per row of the shorter context, at most half of the longer one."""
 
 
 @dataclass
@@ -162,3 +174,39 @@ def _lifetime_s() -> float:
 def forget_times() -> None:
     """Remove all times from the cache, so that they are measured again."""
     shutil.rmtree(user_cache("round_times"), ignore_errors=True)
+
+
+@torch.no_grad()
+def measure_times(state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int) -> RoundTimes:
+    """Time the rounds of each plan at a short context and at `room` prefix slots per row.
+
+    state: the tensors that the rounds work on. Its cache is empty before and after.
+    """
+    announce_first_use()
+    lengths = state.cache.lengths
+    all_rows = torch.ones_like(state.root, dtype=torch.bool)
+
+    def seconds(action: Callable[[], object], context: int, launches: int) -> float:
+        lengths.tolist()  # the device is idle
+        start = time.perf_counter()
+        for _ in range(launches):
+            # The content of the cache does not matter: a round on zeros takes as long.
+            lengths.fill_(context)
+            action()
+        lengths.tolist()  # waits for the rounds
+        return (time.perf_counter() - start) / launches
+
+    def usual_seconds(action: Callable[[], object], context: int) -> float:
+        seconds(action, context, 1)
+        launches = LAUNCHES if state.runner.capturable else 1
+        return median(seconds(action, context, launches) for _ in range(REPLAYS))
+
+    contexts = (min(LOW_CONTEXT, room // 2), room)
+    by_plan = {}
+    for plan, play_round in rounds.items():
+        low, high = (usual_seconds(partial(play_round, all_rows), context) for context in contexts)
+        by_plan[plan.name] = (low, high)
+    refill_seconds = usual_seconds(refill, room)
+    for tensor in (state.root, lengths, state.cache.faults, state.cache.newest_hidden):
+        tensor.zero_()
+    return RoundTimes(contexts, by_plan, refill_seconds)

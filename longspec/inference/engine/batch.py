@@ -9,20 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspec.inference.adaptive.measurement import measure_times
-from longspec.inference.adaptive.time_cache import BatchTimes, RoundTimes, cache_key, known_times
+from longspec.inference.adaptive.time_cache import BatchTimes, RoundTimes, cache_key, known_times, measure_times
 from longspec.inference.cache import Fault
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter, DraftState
 from longspec.inference.engine.batch_rows import BatchRows
 from longspec.inference.engine.capture import CapturedRound, warm_up
-from longspec.inference.engine.draft_starter import DraftStarter
-from longspec.inference.engine.logprobs import scores
-from longspec.inference.engine.modes import KINDS, Mode, new_drafter
-from longspec.inference.engine.prefill import PromptReader
-from longspec.inference.engine.round_record import RoundResult
+from longspec.inference.engine.modes import KINDS, Mode, SelectiveDrafter, new_drafter
+from longspec.inference.engine.prefill import DraftStarter, PromptReader
+from longspec.inference.engine.round_record import RoundResult, scores
 from longspec.inference.engine.rounds import Round, Rounds
-from longspec.inference.engine.selective import SelectiveDrafter
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
 from longspec.inference.methods import Drafting
 from longspec.inference.penalty_rows import served_penalties

@@ -1,12 +1,17 @@
-"""The modes of a batch's rounds, and the drafters that they need."""
+"""The modes of a batch's rounds, and the drafters that they need, also where only some rows speculate."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.cache import TargetCache
+from longspec.inference.drafting.proposal import Drafter, DraftState, Proposal, WrappedDrafter
 from longspec.inference.engine.round_record import Report
 from longspec.inference.methods import AUTO, Drafting, make_drafter
 from longspec.inference.request import FILTERS
@@ -45,3 +50,22 @@ def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler,
         return make_drafter(drafting, runner, rows, sampler)
     plans = (served_plans if is_served else plans_for)(drafting, runner.device.type == "cpu")
     return PlanDrafters(runner, rows, sampler, plans, drafting)
+
+
+class SelectiveDrafter(WrappedDrafter):
+    """Reduces the proposals of another drafter to the root in all other rows, which then emit one token per round.
+
+    A root without children accepts nothing, and its bonus token follows the target's whole distribution.
+    """
+
+    def __init__(self, drafter: Drafter, speculates: Tensor) -> None:
+        """speculates: bool [B], changed in place from outside."""
+        super().__init__(drafter)
+        self.speculates = speculates
+
+    def share(self, rows: slice, sampler: Sampler) -> SelectiveDrafter:
+        return SelectiveDrafter(self.drafter.share(rows, sampler), self.speculates[rows])
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        proposal = self.drafter.propose(root, cache)
+        return replace(proposal, parents=torch.where(self.speculates[:, None], proposal.parents, -1))

@@ -31,13 +31,13 @@ from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_dra
 from longspec.inference.engine.kernel_key import kernel_key
 from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.worker import Worker
+from longspec.inference.fused_runner import make_runner
 from longspec.inference.memory import row_bytes
 from longspec.inference.methods import Drafting, list_length
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, SamplingKind
-from longspec.inference.select_runner import make_runner
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import position_limit

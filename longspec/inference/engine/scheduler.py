@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from threading import Condition, Thread
+from typing import Any
 
 from longspec.errors import first_line
 from longspec.inference.arguments import checked_drafting
@@ -19,7 +19,7 @@ from longspec.inference.engine.requests import (
     Snapshot,
     Ticket,
 )
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
+from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin, check_pair
 
@@ -37,31 +37,22 @@ class Scheduler:
         self,
         model: GlideMixin,
         method: str = AUTO,
-        tree_shape: Sequence[int] = DEFAULT_SHAPE,
-        gamma: int = 4,
-        tree_rule: str = "reject",
         max_rows: int = 16,
         memory: int | None = None,
         max_queue: int = 256,
         prefill_chunk: int = PREFILL_CHUNK,
-        attention: str = "auto",
-        compile: bool = True,
-        allow_untrained_draft: bool = False,
-        tree_nodes: int | None = None,
-        lookup_branches: bool = False,
+        **drafting: Any,
     ) -> None:
-        """The drafting settings, tree_nodes and lookup_branches included, attention, compile and
-        allow_untrained_draft are those of `longspec.generate`.
+        """method, drafting: the fields of `Drafting`.
 
         max_rows: requests that run at the same time; memory: bytes for their caches and passes, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
         Raises UserError.
         """
         check_pair(model)
-        drafting = Drafting(method, tree_shape, gamma, tree_rule, tree_nodes, lookup_branches)
-        drafting = checked_drafting(model, drafting, allow_untrained_draft)
+        checked = checked_drafting(model, Drafting(method, **drafting), allow_untrained_draft=False)
         check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
-        settings = EngineSettings(drafting, max_rows, memory, None, prefill_chunk, attention, compile)
+        settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk)
         self.engine = RequestEngine(model, settings)
         self.engine.on_finished = self._note_finished
         self.batch, self._worker = self.engine.batch, self.engine.worker

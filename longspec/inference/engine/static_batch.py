@@ -10,8 +10,7 @@ from torch import Tensor
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.admission import slots_for
-from longspec.inference.engine.draft_starter import DraftStarter
-from longspec.inference.engine.prefill import PREFILL_TOKENS, PromptReader
+from longspec.inference.engine.prefill import PREFILL_TOKENS, DraftStarter, PromptReader
 from longspec.inference.engine.rounds import Rounds
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler

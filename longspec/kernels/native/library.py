@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 
 from longspec.errors import first_line
-from longspec.first_use import announce_first_use
 from longspec.replacing import replacing
-from longspec.user_cache import user_cache
+from longspec.user_cache import announce_first_use, user_cache
 
 logger = logging.getLogger(__name__)
 
