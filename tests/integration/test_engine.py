@@ -73,25 +73,6 @@ def check_row(model: GlideMixin, engine: StaticBatch, oracle: Oracle, b: int, re
         torch.testing.assert_close(store[b][:, positions % WINDOW], expected[0], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def test_inactive_rows_stay_as_they_are(tmp_path: Path) -> None:
-    model = make_pair(tmp_path, options=OPTIONS["feature"])
-    prompts = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
-    truth = [target_greedy(model, row, 20) for row in prompts]
-    oracle = oracle_tree(model, truth, [12, 12], [[3, 3]])
-    engine = StaticBatch(Runner(model), oracle, GREEDY, prompts, [12, 12], max_new_tokens=20)
-    assert engine.prefill().tolist() == [row[0] for row in truth]
-    ring = oracle.drafter.draft.cache
-    kept, ring_kept = engine.cache.keys[:, 1, :, :12].clone(), ring.keys[1, :, :WINDOW].clone()
-    newest_kept = engine.cache.newest_hidden.clone()
-    counts = engine.round(torch.tensor([True, False])).counts
-    assert counts.tolist() == [4, 0] and engine.cache.lengths.tolist() == [16, 12]
-    assert engine.root[1] == truth[1][0]
-    assert torch.equal(engine.cache.keys[:, 1, :, :12], kept)
-    assert (engine.cache.newest_hidden == newest_kept).all(-1).flatten().tolist() == [False, True]
-    assert torch.equal(ring.keys[1, :, :WINDOW], ring_kept)
-
-
 def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     model = make_pair(tmp_path)
     short, long = (TreeDrafter(Runner(model), 1, SHAPE, GREEDY, "descend") for _ in range(2))

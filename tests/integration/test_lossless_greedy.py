@@ -263,7 +263,7 @@ def cases(draw: st.DrawFn, method: str) -> Case:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 14), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 14), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_greedy_is_lossless(method: str, seeds: range) -> None:
     """Ten examples a seed: with more, hypothesis mostly repeats parts of those it has."""
     seen: Counter[int | str] = Counter()
@@ -314,7 +314,7 @@ def test_a_draft_with_a_vocabulary_is_lossless(family: str, method: str) -> None
 @pytest.mark.parametrize(("family", "method"), zip(FAMILIES, METHODS[1:], strict=True))
 def test_every_accepted_length_meets_every_place_of_eos(family: str, method: str) -> None:
     """In both rows, at different times; the tokens are distinct, so that EOS comes where it is put."""
-    case = Case(Target(family, vocab=499), method, lengths=(9, 4), max_new_tokens=12, tree_shape=(2, 4, 3, 2), gamma=4)
+    case = Case(Target(family, vocab=499), method, lengths=(9, 4), max_new_tokens=10, tree_shape=(2, 4, 3), gamma=3)
     depth, places, seen = case.depth, 2 * (case.depth + 1), Counter()
     while len({token for row in case.truth() for token in row[:places]}) < 2 * places:
         case = replace(case, prompt_seed=case.prompt_seed + 1)

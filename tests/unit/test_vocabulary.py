@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -93,8 +94,7 @@ def check_same(got: Tree, expected: Tree) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "temperature"), list(zip(SIZES, cycle((1.0, 0.6)), strict=False)))
 def test_a_level_equals_the_reference(sizes: tuple[int, ...], temperature: float, sampled: bool, device: str) -> None:
     """Tokens, parents, scores and visible nodes, for any size of the level and of the vocabulary. A sampled level, with
     equal noise, also in arrivals and q, of which no other row changes."""
