@@ -15,6 +15,7 @@ from longspec.data.record_fields import (
     REFUSED_IN_TURNS,
     check_fields,
     check_record,
+    is_cut,
     is_learned,
     system_field,
 )
@@ -60,6 +61,8 @@ class AlignedRecord(TypedDict):
     kind: str
     prompt: str | list[Turn] | None
     answer: str
+    cut: NotRequired[bool]
+    """Whether the answer ends before its EOS."""
 
 
 def add_id_aligner(field: str = "id") -> Aligner:
@@ -73,7 +76,7 @@ def rename_fields_aligner(names: dict[str, str]) -> Aligner:
 
 
 def common_form_aligner() -> Aligner:
-    """Convert any kind of record to {id, kind, prompt, answer}. Raises RecordError for a missing or ill-typed field."""
+    """Convert any kind of record to an AlignedRecord. Raises RecordError for a missing or ill-typed field."""
     return _common_form
 
 
@@ -90,9 +93,11 @@ def _common_form(record: Record) -> Record:
     kind = record_kind(record)
     check_record(record, kind)
     prompt: str | list[Turn] | None = None
+    cut = is_cut(record)
     # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
-        prompt, answer = _last_answer(record[kind.answer_field], kind.name)
+        prompt, answer, cut_turn = _last_answer(record[kind.answer_field], kind.name)
+        cut |= cut_turn
     elif is_list_of_pairs(record):
         prompt, answer = _pairs(record)
     else:
@@ -104,12 +109,9 @@ def _common_form(record: Record) -> Record:
             prompt = f"{prompt}\n\n{text_of(record['input'], 'input')}"
     if prompt is not None and (opening := _opening(record)):
         prompt = _after_opening(opening, prompt)
-    return {
-        "id": str(record["id"] if "id" in record else record[WHERE]),
-        "kind": kind.name,
-        "prompt": prompt,
-        "answer": answer,
-    }
+    name = str(record["id"] if "id" in record else record[WHERE])
+    aligned: Record = {"id": name, "kind": kind.name, "prompt": prompt, "answer": answer}
+    return aligned | ({"cut": True} if cut else {})
 
 
 def _pairs(record: Record) -> tuple[list[Turn], str]:
@@ -159,8 +161,11 @@ def _content(content: object, field: str) -> str:
     return "".join(texts)
 
 
-def _last_answer(value: object, field: str) -> tuple[list[Turn], str]:
-    """The turns before the last answer that may be learned, and that answer. Later turns are dropped."""
+def _last_answer(value: object, field: str) -> tuple[list[Turn], str, bool]:
+    """The turns before the last answer that may be learned, that answer, and whether it was cut.
+
+    Later turns are dropped.
+    """
     if not isinstance(value, list):
         raise RecordError(field, f"must be a list of turns, not {type(value).__name__}")
     turns = [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(value)]
@@ -171,7 +176,8 @@ def _last_answer(value: object, field: str) -> tuple[list[Turn], str]:
     learned = [number for number in answers if is_learned(value[number], f"{field}[{number}]")]
     if not learned:
         raise RecordError(field, "has no answer to learn, all have weight 0; leave this record out")
-    return turns[: learned[-1]], turns[learned[-1]]["content"]
+    last = learned[-1]
+    return turns[:last], turns[last]["content"], is_cut(value[last])
 
 
 def _opening(record: Record) -> list[Turn]:

@@ -120,9 +120,15 @@ ANY_VALUE_COUNTS = _names(
 """Fields in which false and 0 are values of their own."""
 MOST_NAMES = 20
 """Most fields that a note names."""
-USED_FIELDS = frozenset((*SYSTEM_FIELDS, "id", "source", "weight"))
-"""Plain names of fields that are read next to a record's text."""
-USED_IN_TURNS = frozenset((*ANSWER_SWITCHES, "role", "from", "content", "value", "name", "toolcallid"))
+CUT_ANSWERS: dict[str, tuple[Any, ...]] = {
+    "finished": (False,),
+    **dict.fromkeys(_names("finish_reason stop_reason"), ("length", "max_tokens", "MAX_TOKENS")),
+    **dict.fromkeys(_names("truncated is_truncated"), (True,)),
+}
+"""Plain names of fields that say whether an answer or text is complete, with the values of one that was cut."""
+USED_FIELDS = frozenset((*SYSTEM_FIELDS, *CUT_ANSWERS, *_names("id source weight source_id temperature new_tokens")))
+"""Plain names of fields that are read next to a record's text, and of the facts that `regenerate` writes there."""
+USED_IN_TURNS = frozenset((*ANSWER_SWITCHES, *CUT_ANSWERS, *_names("role from content value name tool_call_id")))
 """Plain names of the fields of a turn that are read, and the number of a tool call, which its text does not show."""
 
 
@@ -209,6 +215,11 @@ def is_learned(turn: Mapping[str, Any], field: str) -> bool:
         if value not in (0, 1):
             raise RecordError(f"{field}.{name}", f"is {value!r}; only 0 and 1 are supported; {_LEAVE_OUT}")
     return all(switches.values())
+
+
+def is_cut(fields: Mapping[str, Any]) -> bool:
+    """Whether the fields of a record or turn say that its text was cut off, so that no EOS belongs after it."""
+    return any(value in CUT_ANSWERS.get(plain_name(name), ()) for name, value in fields.items())
 
 
 def system_field(record: Record) -> str | None:

@@ -78,7 +78,7 @@ class Tokenize:
             prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
             if answer.strip():
                 splits = not prompt or self._is_pairs(record)
-                pieces = self._pieces(ids, prompt_length, splits)
+                pieces = self._pieces(ids, prompt_length, splits, record.get("cut", False))
             else:
                 pieces = [_piece([], 0, NO_ANSWER)]
             # One record can become several samples, all with its id.
@@ -160,13 +160,13 @@ class Tokenize:
         """Whether a record is a conversation of (article, abstract) pairs with all tokens in the loss."""
         return record["kind"] == "article" and isinstance(record["prompt"], list)
 
-    def _pieces(self, ids: list[int], prompt_length: int, splits: bool) -> list[dict[str, Any]]:
+    def _pieces(self, ids: list[int], prompt_length: int, splits: bool, is_cut: bool) -> list[dict[str, Any]]:
         """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split".
 
         Pieces have no prompt, because samples that may be split have all tokens in the loss.
         """
-        # The draft must learn to propose the EOS; a template may have written it already.
-        if ids[-1:] != [self.eos_token_id]:
+        # The draft must learn to propose the EOS, but not where an answer was cut. A template may have written it.
+        if not is_cut and ids[-1:] != [self.eos_token_id]:
             ids = [*ids, self.eos_token_id]
         # A truncated prompt without an answer would add no token to the loss.
         if self.answer_only and prompt_length >= self.max_length:

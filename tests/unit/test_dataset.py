@@ -173,6 +173,18 @@ def test_a_sample_of_one_token_is_left_out_and_counted(build, caplog, overflow):
     assert "2 records -> 1 samples of 3 tokens (left out: 1 with an empty answer" in caplog.text
 
 
+@pytest.mark.parametrize("cut", [{"finished": False}, {"finish_reason": "length"}, {"is_truncated": True}])
+def test_an_answer_that_was_cut_has_no_eos(build, cut):
+    """The target did not end there, so the draft must not learn to."""
+    whole = {"finished": True, "finish_reason": "stop", "is_truncated": False}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"text": "ab", **cut}, {"text": "ab", **whole}, {"messages": talk, **cut}]
+    records += [{"messages": [talk[0], {**talk[1], **cut}]}, {"messages": [talk[0], {**talk[1], **whole}]}]
+    found = [row[0] for row in tokens(build(records))]
+    assert found[:2] == [ids("ab"), [*ids("ab"), EOS]]
+    assert found[2] == found[3] == found[4][:-1] and found[4][-1] == EOS
+
+
 def test_fields_that_nothing_reads_are_named_once(build, caplog):
     caplog.set_level(logging.INFO)
     build(
