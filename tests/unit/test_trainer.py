@@ -186,10 +186,12 @@ def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: py
 
 @pytest.mark.parametrize(("loss", "whole"), [("ce", False), ("distill", True)])
 def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
-    load: Any, monkeypatch: pytest.MonkeyPatch, loss: str, whole: bool
+    load: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: str, whole: bool
 ) -> None:
     """This includes the next step's first micro-batch. The engine then gets the same inputs, and the pass is as long as
-    the loss needs."""
+    the loss needs. If steps are slow, a line says so in the first one."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(steps_module, "SLOW_STEP_S", -1)
     done: list[tuple[str, Any]] = []
 
     def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments, whole: bool) -> None:
@@ -227,6 +229,7 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     second = trainer.steps.take(2, first.next_batches, never)  # type: ignore[arg-type]
     assert second is not None and second.next_batches is None
     assert patience == [0, steps_module.FINISH_S] * 2
+    assert sum("a step has 2 micro-batches and takes about" in line for line in caplog.messages) == 1
     one = ["forward", "backward", "begin", "step"]
     assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
     given = {name: [what for one, what in done if one == name] for name in one}
