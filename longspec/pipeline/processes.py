@@ -90,6 +90,8 @@ def hydra_value(value: Any) -> str:
         return "null"
     if isinstance(value, list):
         return "[" + ",".join(map(hydra_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{hydra_value(own)}" for key, own in value.items()) + "}"
     if isinstance(value, str):
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return str(value)

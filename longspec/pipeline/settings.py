@@ -11,6 +11,8 @@ from yaml import YAMLError
 
 from longspec.errors import UserError, first_line
 from longspec.inference.methods import AUTO, METHODS
+from longspec.models.architectures import architectures
+from longspec.models.draft_layer import GLIDE
 
 FORCED = "forced"
 """The default tree on vanilla's greedy answer, which is teacher-forced (see `forced.forced_acceptance`)."""
@@ -100,6 +102,9 @@ class StageSettings:
 class TrainingSettings:
     stages: dict[str, StageSettings] = MISSING
     evaluation_rows: int = 64
+    architecture: str = GLIDE
+    """Architecture of the draft (see docs/own-draft.md). Probes choose layers of GLIDE, and others go without."""
+    architecture_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -210,7 +215,9 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         key = getattr(error, "full_key", None)
         where = "settings" if isinstance(base, Settings) else base
         raise UserError(f"{where}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
-    _check(settings)
+    check_settings(settings)
+    if settings.training.architecture != GLIDE:
+        settings.probes = {}
     return settings
 
 
@@ -219,7 +226,8 @@ def settings_yaml(settings: Settings) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
-def _check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
+    """Raise UserError that names the first key with a wrong value."""
     for split in ("train", "validation"):
         for group, count in getattr(settings.prompts, split).items():
             _require(group in GROUPS, f"prompts.{split}.{group}", f"no such group; use {', '.join(GROUPS)}")
@@ -235,6 +243,11 @@ def _check(settings: Settings) -> None:
         _require(not unknown, f"answers.{name}.prompts", f"no such group: {', '.join(sorted(unknown))}")
     for name, stage in settings.training.stages.items():
         check_data(settings, stage, f"training.stages.{name}")
+    _require(
+        settings.training.architecture in architectures(),
+        "training.architecture",
+        f"no architecture {settings.training.architecture}; use one of {', '.join(architectures())}",
+    )
     adopted = [name for name, probe in settings.probes.items() if probe.adopt]
     _require(len(adopted) < 2, "probes", f"{' and '.join(adopted)} have adopt; one probe decides")
 

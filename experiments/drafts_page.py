@@ -1,0 +1,260 @@
+"""The page of `experiments.drafts`: acceptance against context, time per round, memory and training of each draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas
+import torch
+
+from experiments.drafts import BASELINES, Comparison, arm_settings
+from longspec.errors import UserError
+from longspec.inference.drafting.lookup import LookupDrafter
+from longspec.inference.memory import slot_bytes
+from longspec.models.draft_files import draft_settings, load_draft
+from longspec.models.draft_layer import head_dim
+from longspec.models.draft_vocabulary import MAPS
+from longspec.models.target_files import read_config
+from longspec.pipeline.cells import CELL_KEY, read_samples
+from longspec.pipeline.evaluation import evaluation_folder, shortened
+from longspec.pipeline.files import prompts_file, read_jsonl, write_atomically
+from longspec.pipeline.settings import FORCED
+from longspec.pipeline.tables import Figure, markdown, pooled
+from longspec.pipeline.target import TargetText
+from longspec.pipeline.training import FACTS as STAGE_FACTS
+from longspec.pipeline.training import final_draft, run_folder, stage_row
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+PICTURE = "acceptance.png"
+LOOKUP = "lookup"
+MIB = 2**20
+
+
+def write_results(settings: Any, comparison: Comparison, root: Path, command: str) -> Path:
+    """Write the page, its figure and its samples without tokens. Raises UserError if nothing is measured."""
+    frame = pandas.DataFrame(list(all_lines(comparison, root)))
+    if frame.empty:
+        raise UserError(f"{root}: no arm is measured yet")
+    shapes = {method.name: "tree" if max(method.tree_shape) > 1 else "chain" for method in comparison.methods}
+    forced = frame[frame["bound"].notna()].assign(shape=lambda lines: lines["method"].map(shapes))
+    lookups = lookup_lines(settings, comparison, root)
+    # In both panels, because a lookup has one kind of proposal.
+    forced = pandas.concat([forced, *(lookups.assign(shape=shape) for shape in dict.fromkeys(forced["shape"]))])
+    folder = Path(comparison.report)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {
+        "Acceptance against context": (
+            "Tokens per round on vanilla's greedy answers to the longest prompts, which are shortened to their head "
+            "and their last tokens, so that only the context changes. The bound at T = 1 is that of the deterministic "
+            "tree.",
+            acceptance_table(forced),
+        ),
+        "Decoding": ("Batch 1, outputs without repetition loops.", decoding_table(frame[frame["bound"].isna()])),
+        "Drafts": (
+            "Memory at the longest context, batch 1. Seconds are those of all stages, start-up included.",
+            draft_table(settings, comparison, root),
+        ),
+        "Training": ("The trainer's evaluation on held-out answers.", training_table(settings, comparison, root)),
+    }
+    draw(forced, folder / PICTURE)
+    facts = json.loads(next((root / "arms").glob("*/evaluation/settings.json")).read_text())
+    parts = [f"# Drafts for {settings.target}", "", f"- command: `{command}`", f"- device: {facts['device']}"]
+    parts.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+    parts += ["- errors: over seeds if there are several, else over prompts", "", f"![acceptance]({PICTURE})", ""]
+    for title, (introduction, table) in tables.items():
+        parts += [f"## {title}", "", introduction, "", markdown(table), ""]
+    write_atomically(folder / "README.md", "\n".join(parts))
+    records = {title: json.loads(table.to_json(orient="records")) for title, (_, table) in tables.items()}
+    summary = {"command": command, "facts": facts, "settings": asdict(settings), "tables": records}
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
+    kept = frame.drop(columns="token_ids").to_json(orient="records", lines=True)
+    write_atomically(folder / "samples.jsonl", kept)
+    return folder / "README.md"
+
+
+def all_lines(comparison: Comparison, root: Path) -> Iterator[dict[str, Any]]:
+    """The samples of all arms and seeds with the columns `arm` and `run`, and those of the baselines."""
+    # A sample's own seed is that of its decoding, so the run's has another name.
+    for name in comparison.arms:
+        for folder in sorted(root.glob(f"arms/{name}-[0-9]*")):
+            run = int(folder.name.removeprefix(f"{name}-"))
+            names = {method.name for method in comparison.methods}
+            for line in read_samples(evaluation_folder(folder)):
+                if line["method"] in names:
+                    yield {"bound": np.nan, "last_tokens": None} | line | {"arm": name, "run": run}
+    if (root / BASELINES).exists():
+        for line in read_jsonl(root / BASELINES):
+            yield {"bound": np.nan, "last_tokens": None} | line | {"arm": line["method"], "run": 0}
+
+
+def over_runs(group: pandas.DataFrame, top: str, bottom: str) -> Figure:
+    """The ratio of two columns' sums, with its standard deviation over runs, or its error over prompts of one run."""
+    keys = zip(group["task"], group["context"], group["id"], strict=True)
+    whole = pooled([group[top], group[bottom]], [f"{task} {context} {name}" for task, context, name in keys])
+    ratios = [own[top].sum() / own[bottom].sum() for _, own in group.groupby("run")]
+    return whole if len(ratios) < 2 else Figure(float(np.mean(ratios)), float(np.std(ratios, ddof=1)), whole.samples)
+
+
+def read_tokens(forced: pandas.DataFrame) -> pandas.Series:
+    """The number of prompt tokens that each forced sample reads."""
+    return forced["last_tokens"].fillna(forced["context"]).astype(int)
+
+
+def acceptance_table(forced: pandas.DataFrame) -> pandas.DataFrame:
+    """One row per arm and kind of proposal, one column per context."""
+    rows = []
+    usable = forced[~forced["loops"].astype(bool)]
+    for (arm, shape), group in usable.groupby(["arm", "shape"], sort=False):
+        row: dict[str, Any] = {"draft": arm, "proposal": shape}
+        for context, own in group.groupby(read_tokens(group)):
+            row[f"{context} tokens"] = str(over_runs(own, "decoded_tokens", "rounds"))
+            if own["bound"].notna().any():
+                row[f"{context} tokens, bound at T = 1"] = str(over_runs(own, "bound", "rounds"))
+        rows.append(row)
+    return pandas.DataFrame(rows)
+
+
+def decoding_table(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Tokens per round, time per round and speed of each arm and method, by context and temperature."""
+    rows = []
+    usable = frame[~frame["loops"].astype(bool)].dropna(subset=["decode_s"])
+    keys = ["arm", "method", "temperature", "context"]
+    for (arm, method, temperature, context), group in usable.groupby(keys, sort=False):
+        group = group.assign(ms=1000 * group["decode_s"])
+        rows.append(
+            {
+                **{"draft": arm, "method": method, "T": temperature, "context": context},
+                "tokens per round": str(over_runs(group, "decoded_tokens", "rounds")),
+                "ms per round": str(over_runs(group, "ms", "rounds")),
+                "tokens/s": over_runs(group, "decoded_tokens", "decode_s").text(0),
+                "outputs": len(group),
+            }
+        )
+    return pandas.DataFrame(rows)
+
+
+def trained(settings: Any, comparison: Comparison, root: Path) -> Iterator[tuple[str, int, Any, Path]]:
+    """Name, seed, settings and folder of each arm with a draft."""
+    for name in comparison.arms:
+        for folder in sorted(root.glob(f"arms/{name}-[0-9]*")):
+            seed = int(folder.name.removeprefix(f"{name}-"))
+            own = arm_settings(settings, comparison, name, seed)
+            if final_draft(own, folder).exists():
+                yield name, seed, own, folder
+
+
+def draft_table(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
+    """Parameters and memory of the drafts, and the seconds of their training."""
+    target = read_config(TargetText.load(settings.target).path)
+    longest = max(context for task in settings.evaluation.tasks.values() for context in task.contexts)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, seed, own, folder in trained(settings, comparison, root):
+        draft = final_draft(own, folder)
+        state, options = load_draft(draft), draft_settings(draft).options
+        weights = sum(weight.numel() for key, weight in state.items() if key not in MAPS)
+        shape = target if not hasattr(options, "config") else options.config(target)
+        slot = 2 * shape.num_key_value_heads * head_dim(shape) * 2
+        seconds = 0.0
+        for stage in own.training.stages:
+            times = run_folder(folder, seed) / stage / "seconds.jsonl"
+            seconds += sum(map(float, times.read_text().split())) if times.exists() else 0.0
+        row = rows.setdefault(name, {"draft": name, "runs": 0, "seconds": 0.0})
+        row |= {"parameters, M": weights / 1e6, "weights, MiB": 2 * weights / MIB}
+        row |= {f"KV at {longest} tokens, MiB": slot * min(options.window, longest) / MIB}
+        row |= {"seconds": row["seconds"] + seconds, "runs": row["runs"] + 1}
+    for row in rows.values():
+        row["seconds per run"] = row.pop("seconds") / row["runs"]
+    whole = slot_bytes(target, torch.bfloat16) * longest / MIB
+    rows["target"] = {"draft": "target", f"KV at {longest} tokens, MiB": whole}
+    return pandas.DataFrame(list(rows.values()))
+
+
+def training_table(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
+    """One row per arm, seed and stage."""
+    rows = []
+    for name, seed, own, folder in trained(settings, comparison, root):
+        for stage, planned in own.training.stages.items():
+            part = run_folder(folder, seed) / stage
+            steps = json.loads((part / STAGE_FACTS).read_text())["steps"]
+            if row := stage_row(part, replace(planned, steps=steps)):
+                rows.append({"draft": name, "seed": seed} | row)
+    return pandas.DataFrame(rows)
+
+
+def lookup_lines(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
+    """Prompt lookup on the same texts as the forced samples, which follows from the texts alone."""
+    methods = [method for method in comparison.methods if method.kind == FORCED]
+    lookups = [method for method in comparison.baselines if method.kind == LOOKUP]
+    if not methods or not lookups or not (root / BASELINES).exists():
+        return pandas.DataFrame()
+    text, lines = TargetText.load(settings.target), []
+    answers = [line for line in read_jsonl(root / BASELINES) if (line["method"], line["temperature"]) == ("vanilla", 0)]
+    prompts = {
+        (task, record["length"], record["id"]): record
+        for task in settings.evaluation.tasks
+        if prompts_file(root, "test", task).exists()
+        for record in read_jsonl(prompts_file(root, "test", task))
+    }
+    for method in {(method.last_tokens, tuple(method.contexts)): method for method in methods}.values():
+        for line in answers:
+            if line["context"] not in (method.contexts or [line["context"]]):
+                continue
+            record = prompts[line["task"], line["context"], line["id"]]
+            ids = shortened(text.prompt_ids(record), method.last_tokens)
+            rounds, tokens = lookup_rounds(ids, line["token_ids"], lookups[0].gamma)
+            figures = {"rounds": rounds, "decoded_tokens": tokens, "bound": np.nan, "last_tokens": method.last_tokens}
+            key = {name: line[name] for name in (*CELL_KEY, "id", "loops")}
+            lines.append(key | figures | {"arm": LOOKUP, "run": 0, "method": "forced"})
+    return pandas.DataFrame(lines)
+
+
+def lookup_rounds(prompt: Sequence[int], answer: Sequence[int], gamma: int) -> tuple[int, int]:
+    """Rounds and tokens of prompt lookup with chains of `gamma` tokens on a given answer, as `forced_acceptance` counts
+    them."""
+    drafter = LookupDrafter(1, gamma, torch.device("cpu"))
+    ids = torch.tensor([[*prompt, *answer]])
+    drafter.reserve(ids.shape[1] + gamma + 1)
+    drafter.start(ids[:, : len(prompt)], torch.tensor([len(prompt)]))
+    read, rounds = len(prompt), 0
+    while read + gamma + 2 <= ids.shape[1]:
+        root = ids[:, read]
+        cache: Any = SimpleNamespace(lengths=torch.tensor([read], dtype=torch.int32))
+        proposed, true = drafter.propose(root, cache).tokens[0, 1:], ids[0, read + 1 : read + 1 + gamma]
+        count = 1 + int((proposed == true).long().cumprod(0).sum())
+        positions = torch.arange(read, read + count)[None]
+        drafter.feed(ids[:, read : read + count], positions, torch.ones_like(positions, dtype=torch.bool))
+        read, rounds = read + count, rounds + 1
+    return rounds, read - len(prompt)
+
+
+def draw(forced: pandas.DataFrame, file: Path) -> None:
+    """Plot tokens per round against the context, one line per draft, one panel per kind of proposal."""
+    usable = forced[~forced["loops"].astype(bool)]
+    shapes = list(dict.fromkeys(usable["shape"]))
+    contexts = sorted(set(read_tokens(usable)))
+    figure, panels = pyplot.subplots(
+        1, len(shapes), figsize=(4.8 * len(shapes), 3.8), layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, shape in zip(panels[0], shapes, strict=True):
+        for arm, group in usable[usable["shape"] == shape].groupby("arm", sort=False):
+            by_context = group.groupby(read_tokens(group))
+            figures = {context: over_runs(own, "decoded_tokens", "rounds") for context, own in by_context}
+            heights, errors = [one.value for one in figures.values()], [one.error for one in figures.values()]
+            axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=str(arm))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+        axes.set(title=str(shape), xlabel="context in tokens", ylabel="tokens per round", ylim=(1, None))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
