@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from longspec.data.target_format import stop_tokens
 from longspec.inference.device import choose_device, choose_dtype
+from longspec.inference.pairs import Pair
 from longspec.inference.process_group import on_every_rank, repeat_load
 from longspec.inference.registry import named_pair
 from longspec.models.families import family_class
@@ -37,30 +39,33 @@ def load_pair(
     Raises UserError for unknown names, files that do not load, and a draft that does not fit.
     """
     device = choose_device(device)
-    pair = named_pair(name, draft)
-    config = read_config(pair.target)
-    # Bad input is reported before the weights are read.
-    family_class(config, pair.target)
-    check_loadable(config, pair.target)
-    tokenizer = load_tokenizer(pair.target, config, chat_template_kwargs)
-    eos_token_id = pair.eos_token_id
-    if eos_token_id is None:
-        stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
-        eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids or None
-
+    pair, config, tokenizer = read_target(named_pair(name, draft), chat_template_kwargs)
     model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device)
-    ids = {"eos_token_id": eos_token_id, "pad_token_id": pair.pad_token_id}
+    eos = pair.eos_token_id
+    eos = eos[0] if isinstance(eos, list) and len(eos) == 1 else eos
+    ids = {"eos_token_id": eos, "pad_token_id": pair.pad_token_id}
     model.set_token_ids(**{name: value for name, value in ids.items() if value is not None})
     return model, tokenizer
 
 
-def check_loadable(config: PreTrainedConfig, target: str) -> None:
-    """Raise UserError for a local target without weights, or that cannot be split for the ranks that share it."""
+def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pair, PreTrainedConfig, Any]:
+    """The pair with the tokens that end its answers, the target's configuration and its tokenizer.
+
+    Raises UserError for what would fail once the weights are read.
+    """
+    config = read_config(pair.target)
+    family_class(config, pair.target)
     ranks = model_parallel_rank_and_size()[1]
     if ranks == 1:
-        check_weights(target, config)
+        check_weights(pair.target, config)
     else:
-        check_shared(config, ranks, target)
+        check_shared(config, ranks, pair.target)
+    tokenizer = load_tokenizer(pair.target, config, chat_template_kwargs)
+    # Some published pairs fix the EOS that their drafts were trained with.
+    if pair.eos_token_id is None:
+        stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
+        pair = replace(pair, eos_token_id=stop_ids or None)
+    return pair, config, tokenizer
 
 
 def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch.device) -> GlideMixin:

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.data.target_format import resolve_chat_format, stop_tokens
+from longspec.data.target_format import resolve_chat_format
 from longspec.digests import content_hash, file_digest
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
-from longspec.inference.load_pair import check_loadable
+from longspec.inference.load_pair import read_target
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
@@ -42,10 +42,7 @@ from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
 from longspec.models.target_files import (
-    generation_eos,
-    load_tokenizer,
     position_limit,
-    read_config,
     read_generation_config,
 )
 
@@ -198,7 +195,10 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     check_output(options.output_dir)
     device = choose_device(options.device)
 
-    pair, config, tokenizer = _read_target(options)
+    pair = choose_pair(options.model_name, options.target, options.draft)
+    pair, config, tokenizer = read_target(pair, options.chat_template_kwargs)
+    check_drafting(drafting_of(options), config.vocab_size)
+    token_settings(with_word_ids(options.token_options, tokenizer), (), config.vocab_size)
     notes: list[str] = []
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
     report_ignored(read_generation_config(pair.target, config), pair.target, (), notes.append)
@@ -237,22 +237,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         attention=attention,
         notes=notes,
     )
-
-
-def _read_target(options: argparse.Namespace) -> tuple[Pair, PreTrainedConfig, Any]:
-    """The pair with its EOS, the target's configuration and its tokenizer. Raises UserError."""
-    pair = choose_pair(options.model_name, options.target, options.draft)
-    config = read_config(pair.target)
-    family_class(config, pair.target)
-    check_loadable(config, pair.target)
-    check_drafting(drafting_of(options), config.vocab_size)
-    tokenizer = load_tokenizer(pair.target, config, options.chat_template_kwargs)
-    token_settings(with_word_ids(options.token_options, tokenizer), (), config.vocab_size)
-    # Some published pairs fix the EOS that their drafts were trained with.
-    if pair.eos_token_id is None:
-        stop_ids = stop_tokens(tokenizer, generation_eos(pair.target, config))
-        pair = replace(pair, eos_token_id=stop_ids or None)
-    return pair, config, tokenizer
 
 
 def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:

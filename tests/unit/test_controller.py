@@ -261,15 +261,6 @@ def test_lookup_is_simulated_on_the_text() -> None:
     assert rounds == [3, 1, 5]
 
 
-def test_the_latest_of_the_longest_matches_is_followed() -> None:
-    random = Random(2)
-    for text in ([random.randrange(4) for _ in range(length)] for length in range(1, 61)):
-        whole, one_by_one = (LookupTrace([4], [TrackedMean(1.0, 1.0)]) for _ in range(2))
-        whole.read(text)
-        one_by_one.extend(text)
-        assert whole._following() == one_by_one._following() == following(text, 4)
-
-
 def following(text: list[int], count: int) -> list[int]:
     for length in (3, 2, 1):
         for end in range(len(text) - 1, length - 1, -1):

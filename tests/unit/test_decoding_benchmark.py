@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 
 from benchmarks import parts, transformers_baseline
 from benchmarks.acceptance import Key, key, read_acceptance
-from benchmarks.cards import cards_table
-from benchmarks.decoding import Measured, filled_batch, main, random_vocabulary, settings
-from benchmarks.parts import glide_draft, parts_of_round
+from benchmarks.decoding import Measured, filled_batch, main, settings
+from benchmarks.parts import parts_of_round
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
 from benchmarks.tables import round_name, tables
@@ -37,14 +36,6 @@ OPTIONS = {"temperature": 0.0, "tree_shape": SHAPE, "gamma": 4, "tree_nodes": No
 @pytest.fixture(scope="module")
 def pair() -> GlideMixin:
     return random_pair("tiny", "cpu", torch.float32)
-
-
-@pytest.fixture
-def listed_pair(pair: GlideMixin) -> Iterator[GlideMixin]:
-    """The pair, whose draft has a list of 40 tokens during the test."""
-    pair.draft_model.set_vocabulary(random_vocabulary(40, pair.config.vocab_size))
-    yield pair
-    pair.draft_model.set_vocabulary(None)
 
 
 def filled(pair: GlideMixin, method: str, **changes: Any) -> Rounds:
@@ -82,26 +73,6 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
     assert sum(found.values()) == pytest.approx(9.0)
     assert found["accept + compact"] == 5.0 and found["residual"] == -6.0
     assert set(lengths[:-1]) == {20} and lengths[-1] > 20
-
-
-@pytest.mark.parametrize("method", ["tree", "seq"])
-def test_a_draft_with_a_list_has_a_head_filled_from_the_target(listed_pair: GlideMixin, method: str) -> None:
-    draft = glide_draft(filled(listed_pair, method).drafter)
-    assert draft is not None and draft.head is not None
-    assert torch.equal(draft.head.weight[:40], listed_pair.lm_head.weight[draft.head.ids[0, :40]])
-
-
-def test_a_list_makes_another_kind_of_engine_whose_kernels_compile_before_capture(listed_pair: GlideMixin) -> None:
-    kinds = [filled(listed_pair, "tree").kind]
-    listed_pair.draft_model.set_vocabulary(None)
-    kinds.append(filled(listed_pair, "tree").kind)
-    assert kinds[0] != kinds[1]
-
-
-@pytest.mark.parametrize("size", [-1, 0, 512])
-def test_an_impossible_list_is_one_clear_line(size: int) -> None:
-    with pytest.raises(UserError, match=f"--draft_vocabulary: {size}; the target has 512 tokens"):
-        random_vocabulary(size, 512)
 
 
 def test_transformers_decodes_on_the_pairs_own_weights_with_both_caches(pair: GlideMixin) -> None:
@@ -147,13 +118,6 @@ def test_acceptance_is_pooled_over_evaluations_of_one_pair(tmp_path: Path) -> No
 )
 def test_runs_that_accept_differently_are_not_pooled(changes: dict[str, Any]) -> None:
     assert key("tree", OPTIONS) != key("tree", OPTIONS | changes)
-
-
-def test_the_rule_of_a_tree_matters_only_above_temperature_0() -> None:
-    rule = {"tree_rule": "descend"}
-    assert key("tree", OPTIONS) == key("tree", OPTIONS | rule)
-    sampled = OPTIONS | {"temperature": 1.0}
-    assert key("tree", sampled) != key("tree", sampled | rule)
 
 
 def experiment(folder: Path) -> Path:
@@ -258,8 +222,3 @@ def test_options_with_several_values_are_combined_where_they_apply(pair: GlideMi
     assert sorted(found, key=str) == sorted(
         [*trees, *chains, *((rows, "vanilla", t, None, 0) for rows in (1, 2) for t in (0.0, 1.0))], key=str
     )
-
-
-def test_cards_that_were_not_measured_are_marked() -> None:
-    _, _, *rows = cards_table("llama3-8b", [4096], [4, 16]).splitlines()
-    assert len(rows) == 5 and all(row.endswith("| arithmetic |") for row in rows)

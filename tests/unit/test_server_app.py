@@ -89,7 +89,9 @@ class Script:
 
     def snapshot(self) -> Snapshot:
         fields = {"requests": 7, "finished": {"stop": 5}, "row_rounds": 4, "decoded_tokens": 10}
-        return Snapshot(self.healthy, "" if self.healthy else "out of memory", 16, POSITIONS, 2, 3, **fields)
+        error = "" if self.healthy else "out of memory"
+        rows = {"max_rows": 16, "capacity": POSITIONS, "queued": 2, "running": 3}
+        return Snapshot(healthy=self.healthy, error=error, **rows, **fields)
 
 
 def application(

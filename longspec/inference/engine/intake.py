@@ -17,9 +17,9 @@ from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
-from longspec.inference.engine.requests import Event, PromptScores, Ticket
+from longspec.inference.engine.requests import Counts, Event, PromptScores, Ticket
 from longspec.inference.engine.round_record import TokenScore
-from longspec.inference.engine.rows import Counts, Row, Rows, Running, common_prefix
+from longspec.inference.engine.rows import Row, Rows, Running, common_prefix
 
 logger = logging.getLogger(__name__)
 

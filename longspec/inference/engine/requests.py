@@ -152,9 +152,33 @@ class Ticket:
     """Whether `Finished` was sent."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Figures of a scheduler; counts are totals since `start`."""
+@dataclass
+class Counts:
+    """Totals since the start."""
+
+    finished: Counter[str] = field(default_factory=Counter)
+    """Number of finished requests by `FinishReason`."""
+    prompt_tokens: int = 0
+    """Prompt tokens of requests whose prefill has begun."""
+    cached_prompt_tokens: int = 0
+    """Part of `prompt_tokens` that was reused."""
+    new_tokens: int = 0
+    """Emitted tokens."""
+    prefill_s: float = 0.0
+    """Time of the host in prefill, and of the device where the host waits for it."""
+    rounds: int = 0
+    """Rounds of the whole batch, with those whose results were dropped."""
+    row_rounds: int = 0
+    """Verification passes, counted per row while it holds a running request that speculates."""
+    accepted_tokens: int = 0
+    """Draft tokens emitted by these passes."""
+    decoded_tokens: int = 0
+    """Tokens emitted by these passes, the bonus tokens included; over `row_rounds` it is the acceptance length."""
+
+
+@dataclass(kw_only=True)
+class Snapshot(Counts):
+    """Figures of a scheduler."""
 
     healthy: bool
     """Whether the engine's thread runs."""
@@ -169,19 +193,3 @@ class Snapshot:
     """Rows that hold a request, the one in prefill included."""
     requests: int = 0
     """Submitted requests, without refused ones."""
-    finished: dict[str, int] = field(default_factory=dict)
-    """Number of finished requests by `FinishReason`."""
-    prompt_tokens: int = 0
-    """Prompt tokens of requests whose prefill has begun."""
-    cached_prompt_tokens: int = 0
-    """Part of `prompt_tokens` that was reused."""
-    new_tokens: int = 0
-    """Emitted tokens."""
-    rounds: int = 0
-    """Rounds of the whole batch, with those whose results were dropped."""
-    row_rounds: int = 0
-    """Verification passes, counted per row while it holds a running request that speculates."""
-    accepted_tokens: int = 0
-    """Draft tokens emitted by these passes."""
-    decoded_tokens: int = 0
-    """Tokens emitted by these passes, the bonus tokens included; over `row_rounds` it is the acceptance length."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,22 +41,6 @@ class Running:
             decode_s=self.last_token - self.first_token,
             rounds=self.rounds,
         )
-
-
-@dataclass
-class Counts:
-    """Totals since the start; see `requests.Snapshot`."""
-
-    finished: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefill_s: float = 0.0
-    """Time of the host in prefill, and of the device where the host waits for it."""
-    rounds: int = 0
-    row_rounds: int = 0
-    accepted_tokens: int = 0
-    decoded_tokens: int = 0
 
 
 @dataclass(eq=False)

@@ -122,14 +122,7 @@ class Scheduler:
                 queued=len(self.engine.waiting),
                 running=len(self._worker.rows.busy()),
                 requests=self._submitted,
-                finished=dict(counts.finished),
-                prompt_tokens=counts.prompt_tokens,
-                cached_prompt_tokens=counts.cached_prompt_tokens,
-                new_tokens=counts.new_tokens,
-                rounds=counts.rounds,
-                row_rounds=counts.row_rounds,
-                accepted_tokens=counts.accepted_tokens,
-                decoded_tokens=counts.decoded_tokens,
+                **vars(counts) | {"finished": counts.finished.copy()},
             )
 
     def _run(self) -> None:
