@@ -37,6 +37,12 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Worker, "ahead", fixed, raising=False)
 
 
+each_method = pytest.mark.parametrize(
+    ("method", "ahead"), list(zip(METHODS, cycle((0, 1)), strict=False)), indirect=["ahead"]
+)
+"""Each method, and both values of `ahead`."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     """For calls that change nothing."""
@@ -122,7 +128,7 @@ def test_no_round_is_played_that_cannot_be_needed(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_each_row_stops_at_its_own_eos(tmp_path: Path, method: str) -> None:
     """EOS at every other place of row 0, inside accepted paths too (magicdec accepts them whole); row 1 goes on."""
     model = make_pair(tmp_path)
@@ -154,7 +160,7 @@ def test_tokens_past_eos_or_limit_are_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_a_row_that_overshoots_its_limit_leaves_room_for_the_others(tmp_path: Path, method: str) -> None:
     """Rows finish at different rounds, the longest prompt first too; nothing is written past the cache's end. The
     limit is exact, also where prefill or a single round reaches it."""
@@ -184,7 +190,7 @@ def test_eos_defaults_to_the_models_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_stats_count_verification_passes_only(tmp_path: Path, method: str) -> None:
     """The prefill token is no pass's; acceptance length is the other tokens over passes, vanilla's exactly 1."""
     model = make_pair(tmp_path)
@@ -241,7 +247,7 @@ class Recorder:
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_a_streamer_gets_what_transformers_sends(tmp_path: Path, method: str) -> None:
     """The prompt, then each new token: the same values and shapes in the same order."""
     model = make_pair(tmp_path)
@@ -279,7 +285,7 @@ class Breaks(Recorder):
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("error", [RuntimeError("the reader has gone"), KeyboardInterrupt()])
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path, method: str, error: BaseException) -> None:
     model = make_pair(tmp_path)
     model.train()

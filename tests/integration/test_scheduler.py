@@ -71,21 +71,20 @@ def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "settings"),
+    ("family", "options", "settings", "ahead"),
     [
-        ("llama", "published", {}),
-        ("qwen2", "both", {}),
-        ("llama", "published", {"tree_rule": "descend"}),
-        ("qwen2", "published", {"tree_nodes": 9, "lookup_branches": True}),
-        ("qwen2", "listed", {"tree_nodes": 6}),
-        ("qwen2", "published", {"method": "seq"}),
-        ("llama", "published", {"method": "lookup"}),
-        ("qwen2", "published", {"method": "magicdec"}),
-        ("llama", "published", {"method": "vanilla"}),
-        ("qwen2", "both", {"method": "auto"}),
+        ("llama", "published", {}, 0),
+        ("qwen2", "both", {}, 1),
+        ("llama", "published", {"tree_rule": "descend"}, 0),
+        ("qwen2", "published", {"tree_nodes": 9, "lookup_branches": True}, 1),
+        ("qwen2", "listed", {"tree_nodes": 6}, 0),
+        ("qwen2", "published", {"method": "seq"}, 1),
+        ("llama", "published", {"method": "lookup"}, 0),
+        ("qwen2", "published", {"method": "magicdec"}, 1),
+        ("llama", "published", {"method": "vanilla"}, 0),
+        ("qwen2", "both", {"method": "auto"}, 1),
     ],
 )
-@pytest.mark.parametrize("ahead", [0, 1])
 def test_every_request_is_answered_as_alone(
     models: Models,
     family: str,
@@ -219,11 +218,10 @@ def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "settings"),
-    [("both", {}), ("listed", {}), ("both", {"tree_nodes": 10, "lookup_branches": True})],
-    ids=["both", "listed", "lookup"],
+    ("options", "settings", "ahead"),
+    [("listed", {}, 0), ("both", {"tree_nodes": 10, "lookup_branches": True}, 1)],
+    ids=["listed", "lookup"],
 )
-@pytest.mark.parametrize("ahead", [0, 1])
 def test_rounds_are_as_small_as_the_running_rows_allow(
     models: Models, options: str, settings: Any, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
