@@ -222,7 +222,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     attention = attention_name(options.attention, device, dtype, head_dim(config))
     listed = _list_length(options, draft_state)
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
-
     return EvaluationPlan(
         options=options,
         pair=pair,
