@@ -80,8 +80,8 @@ class FusedRunner(Runner):
     ) -> Tensor:
         stream = self.embed(tokens)
         for number, (layer, keys, values) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
-            if states is not None:
-                states.see(number, stream.hidden)
+            if states is not None and number in states.layers:
+                states.see(number, stream.current())
 
             def attend_in_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)

@@ -119,7 +119,8 @@ class Eagle3Draft(Draft):
     # Files
 
     def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in weights.items()}
+        used = {name: weight for name, weight in weights.items() if "rotary_emb" not in name}
+        return {name.removeprefix("model.").replace("layers.0.", "midlayer."): w for name, w in used.items()}
 
     def shapes(self, weights: Mapping[str, Tensor], listed: int | None) -> dict[str, torch.Size]:
         width = self.config.hidden_size

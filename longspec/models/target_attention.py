@@ -72,17 +72,18 @@ class LayerInputs:
         self.kept: dict[int, Tensor] = {}
 
     def see(self, layer: int, hidden: Tensor) -> None:
-        """Keep a copy of the input [B, T, hidden] of a layer, if it is chosen."""
+        """Keep the input [B, T, hidden] of a layer, if it is chosen; nothing else may change it later."""
         if layer in self.layers:
-            self.kept[layer] = hidden.clone()
+            self.kept[layer] = hidden
 
     @contextmanager
     def recorded(self, layers: Any) -> Iterator[None]:
         """Context in which the modules `layers` of a target show their inputs."""
-        hooks = [
-            layers[number].register_forward_pre_hook(lambda _, inputs, number=number: self.see(number, inputs[0]))
-            for number in self.layers
-        ]
+
+        def see(number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self.see(number, inputs[0].clone())
+
+        hooks = [layers[number].register_forward_pre_hook(partial(see, number)) for number in self.layers]
         try:
             yield
         finally:

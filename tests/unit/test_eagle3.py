@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import Oracle
 from pairs import GLIDE, Handed, save_target, target_greedy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,7 +18,12 @@ from longspec.errors import UserError
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
+from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.engine.static_batch import StaticBatch
+from longspec.inference.fused_runner import make_runner
+from longspec.inference.methods import Drafting
+from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_files import draft_settings
@@ -251,8 +257,7 @@ def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pyte
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("family", "window"), [("llama", None), ("qwen2", 8)])
 def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, window: int | None) -> None:
     """Trees, chains and auto, in a ragged batch, give the target's own greedy tokens; sampled rows do not depend on the
     batch."""
@@ -263,9 +268,89 @@ def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, windo
     for settings in ({"method": "tree"}, {"method": "seq"}, {"method": "auto"}, {"method": "tree", "compile": False}):
         output = generate(model, prompts, max_new_tokens=24, **settings)  # type: ignore[arg-type]
         assert [row.tolist() for row in output.new_tokens] == expected, settings
+    # Requests that join later: their prompts are read between rounds, and no prefix is copied.
+    more = [*prompts, prompts[1][:18], prompts[1]]
+    output = generate(model, more, method="tree", max_new_tokens=12, batch_size=2)
+    for row, prompt in zip(output.new_tokens, more, strict=True):
+        assert row.tolist() == target_greedy(model, torch.tensor(prompt), 12)
     together = generate(model, prompts, method="tree", max_new_tokens=12, temperature=1.0, seed=[3, 4])
     alone = generate(model, prompts[1:], method="tree", max_new_tokens=12, temperature=1.0, seed=4)
     assert torch.equal(together.new_tokens[1], alone.new_tokens[0])
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@torch.no_grad()
+def test_accepted_tokens_are_read_as_a_prompts_are(tmp_path: Path, window: int | None) -> None:
+    """After rounds that accept 2, 0, 3 and 1 tokens, the draft's cache is that of the whole text as a prompt."""
+    model = published_pair(tmp_path)
+    model.draft_model.window = window or model.draft_model.window
+    prompts = [random_tokens(2, 19)[0, :6], random_tokens(2, 19)[1]]
+    truth = [target_greedy(model, prompt, 24) for prompt in prompts]
+    drafter = TreeDrafter(Runner(model), 2, (2, 2, 2), GREEDY, "descend")
+    oracle: Any = Oracle(drafter, [6, 19], truth, ((2, 3), (0, 1), (3, 0), (1, 2)), VOCAB)
+    engine = prefilled(model, prompts, oracle)
+    for _ in range(4):
+        engine.round(torch.ones(2, dtype=torch.bool))
+    lengths = engine.cache.lengths.tolist()
+    assert oracle.accepted == [[2, 0, 3, 1], [3, 1, 0, 2]] and lengths == [16, 29]
+    texts = [torch.cat([p, torch.tensor(t)])[:n] for p, t, n in zip(prompts, truth, lengths, strict=True)]
+    fresh = TreeDrafter(Runner(model), 2, (2, 2, 2), GREEDY, "descend")
+    prefilled(model, texts, fresh)
+    for name in ("keys", "values"):
+        for row, length in enumerate(lengths):
+            used = min(length - 1, window or length)
+            rows = [getattr(own.draft.cache, name)[row, :, :used] for own in (drafter, fresh)]
+            torch.testing.assert_close(*rows, **TOLERANCE)
+    torch.testing.assert_close(drafter.draft.newest, fresh.draft.newest, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("method", "window"), [("tree", None), ("auto", 16)])
+def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path, method: str, window: int | None) -> None:
+    """Requests that come one after another, in rows that move, with prompts that share prefixes."""
+    model = published_pair(tmp_path)
+    model.draft_model.window = window or model.draft_model.window
+    prompts = [random_tokens(61)[:n].tolist() for n in (3, 40, 9, 61, 40)]
+    drafting = Drafting(method, tree_shape=(2, 4, 4))
+    engine = RequestEngine(model, EngineSettings(drafting, 3, memory=2**28, prefill_chunk=16))
+    engine.prepare()
+    answers: list[list[Any]] = [[] for _ in prompts]
+    for prompt, events in zip(prompts, answers, strict=True):
+        engine.add(Request(prompt, max_new_tokens=14, sampling=Sampling()), events.append)
+        engine.step()
+        engine.step()
+    while engine.step():
+        pass
+    for prompt, events in zip(prompts, answers, strict=True):
+        ids = [token for event in events if isinstance(event, Tokens) for token in event.ids]
+        assert ids == target_greedy(model, torch.tensor(prompt), 14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 16])
+@torch.no_grad()
+def test_fused_passes_and_graphs_draft_as_plain_ones(tmp_path: Path, window: int | None) -> None:
+    """In bf16, where the target's layers leave sums to the next norm, and with captured rounds in float32."""
+    model = published_pair(tmp_path).to("cuda")
+    model.draft_model.window = window or model.draft_model.window
+    prompts = [random_tokens(2, 41)[0, :9].tolist(), random_tokens(2, 41)[1].tolist()]
+    expected = [target_greedy(model, torch.tensor(prompt), 24) for prompt in prompts]
+    rounds = set()
+    for compiled in (True, False):
+        output = generate(model, prompts, method="tree", max_new_tokens=24, compile=compiled)
+        assert [row.tolist() for row in output.new_tokens] == expected
+        rounds.add(output.stats.rounds)
+    assert len(rounds) == 1
+    model.to(torch.bfloat16)
+    newest = []
+    for compiled in (True, False):
+        runner = make_runner(model, "auto", compiled)
+        drafter = TreeDrafter(runner, 2, (3, 5, 4), GREEDY, "descend")
+        rows = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        engine = StaticBatch(runner, drafter, GREEDY, rows.cuda(), [9, 41], 16)
+        engine.prefill()
+        engine.round(torch.ones(2, dtype=torch.bool, device="cuda"))
+        newest.append(drafter.draft.newest)
+    torch.testing.assert_close(*newest, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -11,6 +11,7 @@ from longspec.kernels.shared.residual import HeadNorms
 from longspec.kernels.torch import trees
 from longspec.kernels.triton.compaction import compact
 from longspec.kernels.triton.elementwise import embed, rms_norm, rotate_and_store, rotate_queries, swiglu
+from longspec.kernels.triton.layers import TritonStream
 from longspec.models.draft_layer import rotate
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
@@ -150,3 +151,13 @@ def test_compaction_equals_its_reference_and_a_loop(device: str) -> None:
         got_keys, got_values = keys.clone(), values.clone()
         function(got_keys, got_values, lengths, path, counts)
         assert torch.equal(got_keys, expected_keys) and torch.equal(got_values, expected_values)
+
+
+def test_the_current_stream_includes_a_product_that_the_next_norm_adds() -> None:
+    """Reading it changes neither the stream nor the parts."""
+    hidden, parts = random(2, 3, 16), random(4, 6, 16, seed=1)
+    stream = TritonStream(hidden.clone(), 1e-6)
+    torch.testing.assert_close(stream.current(), hidden)
+    stream.parts = parts
+    torch.testing.assert_close(stream.current(), hidden + parts.sum(0).view(2, 3, 16))
+    assert torch.equal(stream.hidden, hidden) and stream.parts is parts

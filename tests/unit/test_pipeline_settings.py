@@ -177,3 +177,10 @@ def test_an_evaluation_resumes(tmp_path: Path) -> None:
         again.missing(other)
     with pytest.raises(UserError, match="forced needs the greedy answers of a method vanilla"):
         again.answer(grid[0], prompts[0])
+
+
+def test_another_architecture_goes_without_probes() -> None:
+    settings = load_settings(ROOT / "experiments" / "qwen_coder.yaml", ["training.architecture=eagle3"])
+    assert settings.training.architecture == "eagle3" and not settings.probes
+    with pytest.raises(UserError, match="training.architecture: no architecture eagle4; use one of glide, eagle3"):
+        load_settings(ROOT / "experiments" / "qwen_coder.yaml", ["training.architecture=eagle4"])

@@ -49,6 +49,10 @@ class ResidualStream(ABC):
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`Backend.linear`."""
 
+    def current(self) -> Tensor:
+        """A copy of the hidden states with all that was added so far."""
+        return self.hidden.clone()
+
     @abstractmethod
     def normed(self, norm: Tensor) -> Tensor:
         """RMSNorm of the stream with weight `norm`: [B, N, hidden]."""

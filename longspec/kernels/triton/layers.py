@@ -44,6 +44,11 @@ class TritonStream(ResidualStream):
         self.is_skinny = 1 < tokens <= MAX_ROWS and hidden.dtype in (torch.float16, torch.bfloat16)
         self.parts: Tensor | None = None
 
+    def current(self) -> Tensor:
+        if self.parts is None:
+            return super().current()
+        return (self.hidden + self.parts.sum(0).view_as(self.hidden)).to(self.hidden.dtype)
+
     def normed(self, norm: Tensor) -> Tensor:
         parts, self.parts = self.parts, None
         return rms_norm(self.hidden, norm, self.eps, parts)
