@@ -182,5 +182,5 @@ def test_an_evaluation_resumes(tmp_path: Path) -> None:
 def test_another_architecture_goes_without_probes() -> None:
     settings = load_settings(ROOT / "experiments" / "qwen_coder.yaml", ["training.architecture=eagle3"])
     assert settings.training.architecture == "eagle3" and not settings.probes
-    with pytest.raises(UserError, match="training.architecture: no architecture eagle4; use one of glide, eagle3"):
+    with pytest.raises(UserError, match=r"training\.architecture: no architecture eagle4; use one of glide, eagle3"):
         load_settings(ROOT / "experiments" / "qwen_coder.yaml", ["training.architecture=eagle4"])
