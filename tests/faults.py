@@ -15,7 +15,7 @@ from longspec.inference.drafting import chain as chain_drafting
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.engine import rounds
 from longspec.inference.penalties import Nodes
-from longspec.inference.penalty_rows import NO_TOKEN, PenaltyRows
+from longspec.inference.row_settings import NO_TOKEN, PenaltyRows
 from longspec.inference.sampling import Sampler, per_row
 from longspec.kernels.shared.tree import Branches, Draws, SelectedNodes, Tree
 from longspec.kernels.torch import acceptance as torch_acceptance

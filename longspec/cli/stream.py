@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from longspec.inference.detokenizer import Detokenizer, printable
-from longspec.inference.origins import Origin
+from longspec.inference.engine.requests import Origin
 
 STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
 """Sky blue and orange of the Okabe-Ito palette, which color-blind readers can tell apart."""

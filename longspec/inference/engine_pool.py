@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longspec.inference.device import free_bytes
-from longspec.inference.engine.kernel_key import CAPACITY_STEP, MOST_SIZE_CLASSES, KernelKey
+from longspec.inference.engine.rounds import CAPACITY_STEP, MOST_SIZE_CLASSES, KernelKey
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size

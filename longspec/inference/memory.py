@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from longspec.errors import UserError
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine.kernel_key import CAPACITY_STEP
+from longspec.inference.engine.rounds import CAPACITY_STEP
 from longspec.models.draft_layer import head_dim
 
 LOGIT_BYTES = 4

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.inference.penalty_rows import ANY_TOKEN, NO_TOKEN, PenaltyRows
 from longspec.inference.request import PenaltyKind
+from longspec.inference.row_settings import ANY_TOKEN, NO_TOKEN, PenaltyRows
 
 if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Proposal

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from longspec.inference.filters import keep_likely
 from longspec.inference.penalties import Nodes, RowTerms, penalize
-from longspec.inference.penalty_rows import PenaltyRows
 from longspec.inference.request import FILTERS, PenaltyKind, Sampling, joined_penalties, row_seed
-from longspec.inference.row_settings import RowSettings
+from longspec.inference.row_settings import PenaltyRows, RowSettings
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.watch import Watch
 from longspec.kernels.torch.backend import TorchBackend

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from longspec.inference.origins import Origin
+from longspec.inference.engine.requests import Origin
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from longspec.inference import engine_pool, process_group
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine import kernel_key
+from longspec.inference.engine import rounds
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.engine.requests import Request
@@ -280,7 +280,7 @@ def test_the_size_of_an_engine_counts_the_head_of_a_draft_with_a_list(tmp_path: 
 def test_a_longer_prompt_replaces_the_engine_beyond_the_size_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Batch]
 ) -> None:
-    for module in (engine_pool, kernel_key):
+    for module in (engine_pool, rounds):
         monkeypatch.setattr(module, "MOST_SIZE_CLASSES", 1)
     model = make_pair(tmp_path)
     for length, engines in ((600, 1), (300, 1), (900, 2), (600, 2)):

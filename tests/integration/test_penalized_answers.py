@@ -18,8 +18,8 @@ from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.requests import Request
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.methods import Drafting
-from longspec.inference.penalty_rows import PenaltyRows
 from longspec.inference.request import Sampling
+from longspec.inference.row_settings import PenaltyRows
 from longspec.inference.token_options import token_settings
 from longspec.models.glide import GlideMixin
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import byte_tokenizer
 
-from longspec.inference.engine.requests import Tokens
-from longspec.inference.origins import Origin
+from longspec.inference.engine.requests import Origin, Tokens
 from longspec.inference.server.answer_text import AnswerText, Piece
 
 TOKENIZER = byte_tokenizer()

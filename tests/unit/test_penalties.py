@@ -11,9 +11,8 @@ from penalty_reference import processed
 from longspec.errors import UserError
 from longspec.inference import sampling
 from longspec.inference.drafting.proposal import Proposal
-from longspec.inference.penalty_rows import SERVED_PENALTIES, served_penalties
 from longspec.inference.request import PenaltyKind, Rule, Sampling, joined_penalties
-from longspec.inference.row_settings import RowSettings
+from longspec.inference.row_settings import SERVED_PENALTIES, RowSettings, served_penalties
 from longspec.inference.sampling import Sampler, SamplingKind
 from longspec.inference.token_options import MOST_NGRAM, check_penalties, token_settings, with_word_ids
 

@@ -22,8 +22,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.engine.kernel_key import KernelKey
-from longspec.inference.engine.rounds import Round, Rounds
+from longspec.inference.engine.rounds import KernelKey, Round, Rounds
 from longspec.inference.process_group import same_on_all_ranks
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.replacing import replacing

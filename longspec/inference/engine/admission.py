@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, check_seed
-from longspec.inference.engine.kernel_key import CAPACITY_STEP
 from longspec.inference.engine.requests import Request, RequestTooLarge
+from longspec.inference.engine.rounds import CAPACITY_STEP
 from longspec.inference.memory import slot_bytes
 from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.token_options import check_penalties

@@ -21,9 +21,9 @@ from longspec.inference.engine.round_record import RoundResult, scores
 from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
 from longspec.inference.methods import Drafting
-from longspec.inference.penalty_rows import served_penalties
 from longspec.inference.process_group import repeated
 from longspec.inference.request import Sampling, joined_penalties
+from longspec.inference.row_settings import served_penalties
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
 

@@ -11,10 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import DraftState
-from longspec.inference.penalty_rows import SERVED_PENALTIES, PenaltyRows
 from longspec.inference.process_group import repeated
 from longspec.inference.request import PenaltyKind, Sampling
-from longspec.inference.row_settings import RowSettings
+from longspec.inference.row_settings import SERVED_PENALTIES, PenaltyRows, RowSettings
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.device import upload
 

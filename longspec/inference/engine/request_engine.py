@@ -28,8 +28,8 @@ from longspec.inference.engine.admission import (
     slots_for,
 )
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
-from longspec.inference.engine.kernel_key import kernel_key
 from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
+from longspec.inference.engine.rounds import kernel_key
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.memory import row_bytes

@@ -6,12 +6,24 @@ Importing it loads no library.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from longspec.inference.origins import Origin
 from longspec.inference.request import Sampling
+
+Origin = Literal["target", "draft", "lookup"]
+"""The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
+proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup. What both propose counts as lookup."""
+
+
+def round_origins(from_lookup: Sequence[bool]) -> list[Origin]:
+    """The origins of a round's tokens: those of its accepted nodes, then that of the bonus token.
+
+    from_lookup: whether each accepted node comes from prompt lookup.
+    """
+    return [*("lookup" if is_match else "draft" for is_match in from_lookup), "target"]
+
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """stop: an EOS token; length: max_new_tokens; cancelled: by the client or by shutdown; error: see the message."""

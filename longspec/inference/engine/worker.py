@@ -13,10 +13,20 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import fault_message
 from longspec.inference.engine.batch import Batch, Mode
 from longspec.inference.engine.intake import LEAST_SHARED, Intake, Outcome
-from longspec.inference.engine.requests import Counts, Event, Finished, FinishReason, Ticket, Timings, Tokens, Tree
+from longspec.inference.engine.requests import (
+    Counts,
+    Event,
+    Finished,
+    FinishReason,
+    Origin,
+    Ticket,
+    Timings,
+    Tokens,
+    Tree,
+    round_origins,
+)
 from longspec.inference.engine.round_record import Flight, RowRound, TokenScore
 from longspec.inference.engine.rows import Row, Rows
-from longspec.inference.origins import Origin, round_origins
 
 logger = logging.getLogger(__name__)
 

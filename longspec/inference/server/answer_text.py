@@ -8,8 +8,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from longspec.inference.detokenizer import Detokenizer
-from longspec.inference.engine.requests import Alternatives, PromptScores, Tokens
-from longspec.inference.origins import Origin
+from longspec.inference.engine.requests import Alternatives, Origin, PromptScores, Tokens
 
 
 @dataclass
