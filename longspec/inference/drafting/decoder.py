@@ -19,7 +19,8 @@ class Level(NamedTuple):
     tokens: Tensor
     """LongTensor [B, n]."""
     all_parents: Tensor | None
-    """LongTensor [B, N]: the number of the parent of each node of the tree, -1 for the root; None for a chain."""
+    """LongTensor [B, N]: the number of the parent of each node of the tree, -1 for the root and for nodes that only
+    fill up their level; None for a chain."""
     depth: int
     """0 for the root."""
     first: int
@@ -28,7 +29,7 @@ class Level(NamedTuple):
 
     @property
     def parents(self) -> Tensor:
-        """LongTensor [B, n]: the number of each node's parent; -1 for the root."""
+        """LongTensor [B, n]: the number of each node's parent, or -1."""
         if self.all_parents is None:
             return torch.full_like(self.tokens, self.first - 1)
         return self.all_parents[:, self.first : self.first + self.tokens.shape[1]]

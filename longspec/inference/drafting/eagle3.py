@@ -96,7 +96,9 @@ class Eagle3Decoder(DraftDecoder):
         draft, length = self.draft, (cache.lengths - 1).clamp(min=0)
         states = self.newest
         if level.depth:
-            states = self.states.gather(1, level.parents[..., None].expand(-1, -1, self.states.shape[2]))
+            # Nodes that only fill up their level have no parent, and nothing reads what they propose.
+            parents = level.parents.clamp(min=0)[..., None].expand(-1, -1, self.states.shape[2])
+            states = self.states.gather(1, parents)
         residual, x = draft.inputs(self.embed(level.tokens), states)
         rope = self._rope((length + level.depth)[:, None].expand_as(level.tokens).long())
         heads = self._attend(draft.queries(x, rope), *draft.keys_values(x, rope), length, level)
