@@ -56,6 +56,7 @@ def save_draft_folder(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().contiguous() for name, w in strip_prefix(state).items()}
+    content = draft_class(options.architecture, GlideDecoderLayer).folder_config(config, options, weights)
     if int8:
         weights = quantized(weights)
     entries = _entries(options, target)
@@ -64,7 +65,6 @@ def save_draft_folder(
     # A trained draft has no such key, so files of other tools count as trained.
     settings = entries | ({} if is_trained else {TRAINED_KEY: False})
     with replacing(folder / "config.json") as unfinished:
-        content = draft_class(options.architecture, GlideDecoderLayer).folder_config(config, options, weights)
         unfinished.write_text(json.dumps(content | settings, indent=2) + "\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from longspec.models.draft import MAX_WINDOW
 from longspec.models.draft_files import draft_settings, list_size, load_draft
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
@@ -46,7 +47,7 @@ T = 0, batch 1, outputs without repetition loops, on prompts that the draft has 
 | setting | value |
 |---|---|
 | input | {inputs} |
-| self-attention window | {window} tokens |
+| self-attention window | {window} |
 | vocabulary | {vocabulary} |
 | storage | {storage} |
 
@@ -85,7 +86,7 @@ def write_draft(settings: Settings, root: Path) -> None:
         architecture=options.architecture,
         name=options.architecture.upper(),
         inputs=inputs,
-        window=options.window,
+        window="none" if options.window == MAX_WINDOW else f"{options.window} tokens",
         vocabulary="all tokens" if listed is None else f"the {listed:,} most frequent tokens of the training text",
         storage="8 bits" if settings.int8 else dtype,
         stages=markdown(stage_table(settings, root)),

@@ -396,6 +396,8 @@ def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> 
         assert isinstance(again.draft_model, Eagle3Draft) and again.draft_model.window == 24
         assert again.draft_model.reads.layer_inputs == (0, 2, 1)
         assert torch.equal(again.draft_model.lm_head.weight, draft.lm_head.weight)
+    save_draft_folder(draft.state_dict(), model.config, tmp_path / "int8", options, int8=True)
+    assert json.loads((tmp_path / "int8" / "config.json").read_text()) == config
     # As another project's file, without this project's keys.
     for name in ("draft_architecture", "draft_options"):
         del config[name]
