@@ -16,6 +16,7 @@ from longspec.kernels.torch.attention import buffer_visible
 
 if TYPE_CHECKING:
     from longspec.kernels.triton.attention_tiles import Tiles
+    from longspec.kernels.triton.paged_attention import PagedTree
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,3 +125,31 @@ def window_attention(
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
     """Reference of `tree_attention.masked_attention`."""
     return attention_with_lse(q, k, v, mask, scale)[0]
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    scale: float,
+    num_parts: int,
+    tiles: Tiles,
+    tree: PagedTree | None = None,
+) -> None:
+    """Reference of `paged_attention.paged_attention`."""
+    nodes = q.shape[2]
+    for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        own, length = slots[begin:end].long(), end - begin
+        keys, values, mask = k[own], v[own], None
+        if tree is not None:
+            in_tree = slice(row * nodes, (row + 1) * nodes)
+            keys, values = torch.cat([keys, tree.keys[in_tree]]), torch.cat([values, tree.values[in_tree]])
+            start = int(tree.mask_starts[row])
+            mask = tree.mask[start : start + nodes * (length + nodes)].view(1, nodes, -1).bool().clone()
+            mask[..., :length] = True
+        rows = q[row, None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        out[row] = attention_with_lse(*rows, mask, scale)[0][0].transpose(0, 1)

@@ -1,4 +1,6 @@
-"""The prefix kernel against its reference, in Triton's interpreter and on the GPU; its tiles and splits."""
+"""The kernels of prefixes, in a cache and paged, against their references, in Triton's interpreter and on the GPU."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import attention_reference
 from longspec.kernels.triton.attention_tiles import (
     prefix_tiles,
 )
+from longspec.kernels.triton.paged_attention import PagedTree, paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 
 HOPPER, AMPERE, CONSUMER = 227 * 1024, 163 * 1024, 99 * 1024
@@ -117,3 +120,61 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(dtype: torch.dtype, head_dim: 
         tiles = prefix_tiles(rows, head_dim, dtype, shared_memory)
         slots = tiles.block_m + 2 * tiles.num_stages * tiles.block_n
         assert slots * head_dim * dtype.itemsize <= shared_memory and tiles.block_n >= 16
+
+
+def paged_case(lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, has_tree: bool) -> list[Any]:
+    """q, k, v, slots, begins, ends, out and the tree. Slots without order; NaN in those that no sequence has."""
+    generator = torch.Generator().manual_seed(sum(lengths) + nodes)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    batch, total = len(lengths), sum(lengths)
+    q = normal(batch, nodes, kv_heads * group, head_dim).transpose(1, 2)
+    slots = torch.randperm(2 * total + 4, generator=generator)[: total + 3].int()
+    pools = [torch.full((2 * total + 4, kv_heads, head_dim), torch.nan) for _ in range(2)]
+    begins = torch.tensor([3 + sum(lengths[:row]) for row in range(batch)])
+    for pool in pools:
+        pool[slots[3:].long()] = normal(total, kv_heads, head_dim)
+    tree = None
+    if has_tree:
+        shapes = [(nodes, length + nodes) for length in lengths]
+        masks = [torch.rand(shape, generator=generator) < 0.5 for shape in shapes]
+        for mask, length in zip(masks, lengths, strict=True):
+            mask[:, length:] |= torch.eye(nodes, dtype=torch.bool)
+        starts = torch.tensor([7 + sum(mask.numel() for mask in masks[:row]) for row in range(batch)])
+        flat = torch.cat([torch.zeros(7, dtype=torch.bool), *(mask.flatten() for mask in masks)])
+        keys, values = normal(2, batch * nodes, kv_heads, head_dim)
+        tree = PagedTree(keys, values, flat, starts)
+    return [q, *pools, slots, begins, begins + torch.tensor(lengths), torch.full_like(q.transpose(1, 2), 7.0), tree]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "nodes", "head_dim", "num_parts", "has_tree"),
+    [
+        ([200, 1, 65], 1, 3, 2, 64, 4, False),
+        ([0, 90], 2, 1, 2, 80, 2, False),
+        ([150, 0], 2, 3, 3, 32, 3, True),
+        ([40], 1, 1, 35, 128, 2, True),
+    ],
+)
+def test_paged_attention_equals_the_reference(
+    lengths: list[int],
+    kv_heads: int,
+    group: int,
+    nodes: int,
+    head_dim: int,
+    num_parts: int,
+    has_tree: bool,
+    device: str,
+) -> None:
+    """Whole prefixes, of which some are empty, and trees of more than one block."""
+    *tensors, tree = paged_case(lengths, kv_heads, group, nodes, head_dim, has_tree)
+    tensors = [x.to(device) for x in tensors]
+    tree = tree and PagedTree(*(x.to(device) for x in tree))
+    tiles = prefix_tiles(group * nodes, head_dim, torch.float32, HOPPER)
+    paged_attention(*tensors, 0.2, num_parts, tiles, tree)
+    expected = torch.zeros_like(tensors[-1])
+    attention_reference.paged_attention(*tensors[:-1], expected, 0.2, num_parts, tiles, tree)
+    torch.testing.assert_close(tensors[-1], expected, atol=1e-5, rtol=1e-5)

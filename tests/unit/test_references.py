@@ -21,6 +21,7 @@ from longspec.kernels.triton.backend import TritonBackend
 KERNELS = Path(__file__).resolve().parents[2] / "longspec" / "kernels" / "triton"
 REFERENCES = {
     "flash_attention": "attention_reference",
+    "paged_attention": "attention_reference",
     "prefix_attention": "attention_reference",
     "tree_attention": "attention_reference",
     "window_attention": "attention_reference",

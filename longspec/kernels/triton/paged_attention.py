@@ -1,0 +1,230 @@
+"""Attention to a paged prefix and to a tree after it: split-KV flash decoding over a list of slots, then a merge.
+
+Each program takes one share of a sequence's prefix, or its tree, so the time of a long prefix does not depend on the
+number of sequences. Grids follow from shapes alone and lengths stay on the device, so a CUDA graph may capture both
+launches and replay them at other lengths.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longspec.kernels.triton.attention_tiles import (
+    LOG2_E,
+    Tiles,
+    load_query_tile,
+    padded_dim,
+    share_begin,
+)
+from longspec.kernels.triton.online_softmax import finite
+
+MERGE_WARPS = 2
+
+
+class PagedTree(NamedTuple):
+    """The N nodes after each prefix, which the queries see under a mask."""
+
+    keys: Tensor
+    """[B * N, K, D], like `values`"""
+    values: Tensor
+    mask: Tensor
+    """bool or uint8, one dimension: entry (i, j) of sequence b, in row i of n + N entries, is at
+    mask_starts[b] + i * (n + N) + n + j, where n is the length of the prefix; entries of the prefix are not read."""
+    mask_starts: Tensor
+    """int [B]"""
+
+
+# One step of online softmax over a block of keys and values [BLOCK_N, D], visible [BLOCK_M, BLOCK_N], in base 2:
+#   scores = scale * q . k;  m' = max(m, max scores);  sum = sum * 2^(m - m') + sum 2^(scores - m');  acc likewise.
+@triton.jit
+def _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    finite_max = finite(new_max)
+    weights = tl.exp2(scores - finite_max[:, None])
+    decay = tl.exp2(row_max - finite_max)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+# For a query q and the keys k_j and values v_j of part p:
+#   lse_p = log2 sum_j 2^(scale * q . k_j);  out_p = sum_j 2^(scale * q . k_j - lse_p) * v_j
+# Parts 0 … P - 1 are equal shares of the blocks of the prefix; part P, with TREE, is the tree under its mask.
+# One program takes BLOCK_M query rows of one KV head and one part.
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "nodes"])
+def _paged_parts_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    begins_ptr,
+    ends_ptr,
+    node_keys_ptr,
+    node_values_ptr,
+    mask_ptr,
+    mask_starts_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_ks,
+    stride_kh,
+    stride_vs,
+    stride_vh,
+    stride_nks,
+    stride_nkh,
+    stride_nvs,
+    stride_nvh,
+    scale_log2,
+    kv_heads,
+    group,
+    num_rows,
+    nodes,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Grid: tiles of query rows, parts, sequences x KV heads.
+    part = tl.program_id(1)
+    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    in_rows = row < num_rows
+    in_dim = (dim < HEAD_DIM)[None, :]
+    begin = tl.load(begins_ptr + batch).to(tl.int64)
+    length = (tl.load(ends_ptr + batch) - begin).to(tl.int32)
+    q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
+    q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    key = tl.arange(0, BLOCK_N)
+    if part < PARTS:
+        blocks = tl.cdiv(length, BLOCK_N)
+        for block in range(share_begin(blocks, part, PARTS), share_begin(blocks, part + 1, PARTS)):
+            position = block * BLOCK_N + key
+            exists = position < length
+            slot = tl.load(slots_ptr + begin + position, mask=exists, other=0).to(tl.int64)
+            in_block = exists[:, None] & in_dim
+            k = tl.load(
+                k_ptr + kv_head * stride_kh + slot[:, None] * stride_ks + dim[None, :], mask=in_block, other=0.0
+            )
+            v = tl.load(
+                v_ptr + kv_head * stride_vh + slot[:, None] * stride_vs + dim[None, :], mask=in_block, other=0.0
+            )
+            row_max, row_sum, acc = _attend_to_block(q, k, v, exists[None, :], row_max, row_sum, acc, scale_log2)
+    else:
+        mask_row = tl.load(mask_starts_ptr + batch).to(tl.int64) + (row // group).to(tl.int64) * (length + nodes)
+        for first in range(0, nodes, BLOCK_N):
+            node = first + key
+            exists = node < nodes
+            entry = batch * nodes + node
+            in_block = exists[:, None] & in_dim
+            k_rows = node_keys_ptr + kv_head * stride_nkh + entry[:, None] * stride_nks
+            v_rows = node_values_ptr + kv_head * stride_nvh + entry[:, None] * stride_nvs
+            k = tl.load(k_rows + dim[None, :], mask=in_block, other=0.0)
+            v = tl.load(v_rows + dim[None, :], mask=in_block, other=0.0)
+            in_mask = in_rows[:, None] & exists[None, :]
+            visible = tl.load(mask_ptr + (mask_row + length)[:, None] + node[None, :], mask=in_mask, other=0) != 0
+            row_max, row_sum, acc = _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2)
+
+    # An empty part has the sum 0: its output becomes 0 and its LSE -inf.
+    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)
+    # The parts are laid out [parts, B, N, H]; row = node * group + head within the group.
+    part_row = ((part * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
+    part_row = (part_row * kv_heads + kv_head) * group + row % group
+    tl.store(lse_ptr + part_row, row_max + tl.log2(divisor), mask=in_rows)
+    tl.store(
+        out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_rows[:, None] & in_dim
+    )
+
+
+# out = sum_p 2^(lse_p - m) * out_p / sum_p 2^(lse_p - m), m = max_p lse_p. One program takes one query row.
+@triton.jit
+def _merge_parts_kernel(
+    parts_ptr,
+    lse_ptr,
+    out_ptr,
+    rows,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_P)
+    dim = tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + part.to(tl.int64) * rows + row, mask=part < PARTS, other=float("-inf"))
+    weight = tl.exp2(lse - finite(tl.max(lse, 0)))
+    total = tl.sum(weight, 0)
+    # Parts without a key are not read.
+    is_read = (weight > 0.0)[:, None] & (dim < HEAD_DIM)[None, :]
+    entry = (part.to(tl.int64) * rows + row)[:, None] * HEAD_DIM + dim[None, :]
+    out = tl.sum(tl.load(parts_ptr + entry, mask=is_read, other=0.0) * weight[:, None], 0)
+    # A query that saw no key gets 0.
+    out = out / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + row * HEAD_DIM + dim, out, mask=dim < HEAD_DIM)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    scale: float,
+    num_parts: int,
+    tiles: Tiles,
+    tree: PagedTree | None = None,
+) -> None:
+    """Attention of each query to the whole prefix of its sequence, and under a mask to the tree after it.
+
+    q [B, H, N, D]; k, v: a pool [slots, K, D]; one dtype (fp32, fp16, bf16), last dimensions contiguous. slots: int,
+    one dimension; the prefix of sequence b is in slots[begins[b]] … slots[ends[b] - 1], begins and ends int [B].
+    out: contiguous [B, N, H, D] in q's dtype, overwritten; a query that sees no key gets 0. scale > 0. num_parts:
+    number of shares of the prefix.
+    """
+    batch, heads, nodes, head_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    parts = num_parts + (tree is not None)
+    # In fp32, because rounding the parts would add to the error of their merge.
+    outs = torch.empty((parts, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
+    lses = torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
+    # Pointer arguments that the kernel does not read are those of the prefix.
+    node_keys, node_values, mask, mask_starts = (k, v, slots, begins) if tree is None else tree
+    _paged_parts_kernel[(triton.cdiv(group * nodes, tiles.block_m), parts, batch * kv_heads)](
+        *(q, k, v, slots, begins, ends),
+        *(node_keys, node_values, mask.view(torch.uint8) if tree else mask, mask_starts, outs, lses),
+        *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
+        *(scale * LOG2_E, kv_heads, group, group * nodes, nodes),
+        PARTS=num_parts,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=padded_dim(head_dim),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    _merge_parts_kernel[(batch * nodes * heads,)](
+        *(outs, lses, out, batch * nodes * heads),
+        PARTS=parts,
+        HEAD_DIM=head_dim,
+        BLOCK_P=triton.next_power_of_2(parts),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=MERGE_WARPS,
+    )
