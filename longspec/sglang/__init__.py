@@ -12,6 +12,7 @@ imported by those modules; `longspec` itself never imports it.
 | `draft_model` | the layer with the target's embedding, head and rotary table |
 | `tree` | which candidates are expanded and verified |
 | `window`, `prefix` | the draft's own keys by KV slot; attention to the target's paged keys |
+| `paged` | our attention kernel for paged keys, also in SGLang's verification |
 | `graphs` | CUDA graphs of the draft by batch size |
 """
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from longspec.models.draft import Rope
+from longspec.kernels.backend import Backend
+from longspec.kernels.choice import choose_backend
+from longspec.kernels.shared.device import upload
+from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
+from longspec.kernels.shared.tree import Tree, new_tree
+from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.draft_files import check_draft, draft_settings
-from longspec.models.draft_layer import GLIDE, GlideDecoderLayer
+from longspec.models.draft_layer import GLIDE, DraftOptions, GlideDecoderLayer, head_dim
 from longspec.models.draft_vocabulary import MAPS, listed_tokens
 from longspec.models.families import class_of
+from longspec.models.fused import FusedDraftLayer, rope_table
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, head_rows, share_target, split_draft
+from longspec.models.target_attention import QueryAttend
 
 MOST_EXTRA = 2048
 """Largest number of prompt tokens outside the draft's vocabulary list that a request can draft."""
@@ -33,21 +40,23 @@ def load_layer(path: str, config: PreTrainedConfig, device: torch.device, dtype:
     family = class_of(config.model_type).draft_layer_class
     weights = check_draft(path, config, family, only=GLIDE)
     maps = {name: weights.pop(name) for name in MAPS if name in weights}
-    # PyTorch's norm is one kernel; transformers' is seven.
-    layer_class = type(family.__name__, (family,), {"norm_class": nn.RMSNorm})
+    options = draft_settings(path).options
+    assert isinstance(options, DraftOptions)
     with torch.device("meta"):
-        layer = layer_class(config, draft_settings(path).options)
+        layer = family(config, options)
     layer.load_state_dict({name: weight.to(device, dtype) for name, weight in weights.items()}, assign=True)
     layer.set_vocabulary(listed_tokens(maps["d2t"]).to(device) if maps else None)
     return layer.requires_grad_(False).eval()
 
 
-def rotary_table(config: PreTrainedConfig, positions: int, device: torch.device, dtype: torch.dtype) -> Rope:
+def rotary_table(config: PreTrainedConfig, positions: int, like: Tensor) -> RopeTable:
     """cos and sin [positions, D] of the target's rotary embedding, which all supported families share."""
-    rotary = LlamaRotaryEmbedding(config).to(device)  # type: ignore[arg-type]  # that of every family
-    like = torch.empty(0, device=device, dtype=dtype)
-    cos, sin = rotary(like, torch.arange(positions, device=device)[None])
-    return cos[0], sin[0]
+    return rope_table(LlamaRotaryEmbedding(config).to(like.device), like, positions)  # type: ignore[arg-type]
+
+
+def device_backend(device: torch.device, dtype: torch.dtype, width: int) -> Backend:
+    """The backend of the draft's passes. On a GPU its attention is Triton's, which CUDA graphs can capture."""
+    return choose_backend("triton", device, dtype, width) if device.type == "cuda" else TorchBackend(SdpaAttention())
 
 
 class DraftModel:
@@ -57,32 +66,35 @@ class DraftModel:
         self,
         layer: GlideDecoderLayer,
         config: PreTrainedConfig,
-        weights: tuple[nn.Module, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor],
         positions: int,
         requests: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """weights: the target's embedding module, and the weights of its embedding and head, [rows, hidden], of all
-        tokens. group: the ranks that share the target, each with the rows of its tokens; None for one. positions:
-        length of the rotary table. requests: rows of SGLang's request pool."""
+        """weights: those of the target's embedding and head, [rows, hidden], of all tokens. group: the ranks that share
+        the target, each with the rows of its tokens; None for one. positions: length of the rotary table. requests:
+        rows of SGLang's request pool."""
         self.config = config
-        embed, embed_weight, head_weight = weights
+        self.table, head_weight = weights
+        self.backend = device_backend(self.table.device, self.table.dtype, head_dim(config))
+        self.split_embedding: VocabularyEmbedding | None = None
         self.head: nn.Module = _Head(head_weight, config.vocab_size)
-        self.embed = embed
         if group is not None:
             share_target(group)
             shared = SimpleNamespace(draft_model=layer, config=config)
             split_draft(shared)
             layer = shared.draft_model
             first = dist.get_rank(group) * len(head_weight)
-            self.embed = VocabularyEmbedding(nn.Parameter(embed_weight, requires_grad=False), first)
+            self.split_embedding = VocabularyEmbedding(nn.Parameter(self.table, requires_grad=False), first)
             self.head = VocabularyHead(nn.Parameter(head_weight, requires_grad=False), first, config.vocab_size)
-        self.layer = layer
+        self.layer = FusedDraftLayer(layer)
         self.layers = (config.num_hidden_layers - 1, *layer.options.kv_layers)
         """The target's layers that the draft reads, in the order of its cross-attentions."""
         self.reads_hidden = layer.options.target_feature
-        device = embed_weight.device
-        self.cos, self.sin = rotary_table(config, positions, device, embed_weight.dtype)
+        device = self.table.device
+        self.rope = rotary_table(config, positions, self.table)
+        self.trees: dict[int, Tree] = {}
+        """Room for the best children of each number of nodes."""
         self.listed = layer.vocabulary
         self.listed_rows: Tensor | None = None
         self.own_tokens: Tensor | None = None
@@ -97,30 +109,57 @@ class DraftModel:
         if self.listed is not None:
             self.listed_rows = head_rows(self.head, self.listed)
 
-    def rope(self, positions: Tensor) -> Rope:
-        """cos, sin [B, T, D] at positions, LongTensor [B, T]."""
-        positions = positions.clamp(max=len(self.cos) - 1)
-        return self.cos[positions], self.sin[positions]
+    def stream(self, tokens: Tensor) -> ResidualStream:
+        """A pass that starts with the embeddings of tokens [B, n]."""
+        embed = self.split_embedding
+        embeddings = self.backend.embed(self.table, tokens) if embed is None else embed(tokens)
+        return self.backend.stream(embeddings, self.config.rms_norm_eps)
 
-    def keys_values(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's own keys and values [T, K, D] of tokens at positions, LongTensors [T]."""
-        keys, values = self.layer.keys_values(self.embed(tokens[None]), self.rope(positions[None]))
-        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+    def slots(self, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> TokenSlots:
+        """Positions of a pass's tokens, LongTensor [B, n], and their slots in keys and values [B, K, S, D]."""
+        return TokenSlots(positions.clamp(max=len(self.rope[0]) - 1), self.rope, keys, values, slots)
+
+    def store_keys_values(self, tokens: Tensor, slots: TokenSlots) -> None:
+        """Store the draft's own keys and values of tokens [1, T]."""
+        self.layer.store_keys_values(self.stream(tokens), slots)
 
     def feature(self, hidden: Tensor | None) -> Tensor | None:
         """The feature [B, 1, hidden] of the target's last hidden states [B, hidden], if the draft reads them."""
-        return self.layer.feature(hidden[:, None]) if self.reads_hidden and hidden is not None else None
+        if not self.reads_hidden or hidden is None:
+            return None
+        return self.layer.feature(self.backend.stream(hidden[:, None].contiguous(), self.config.rms_norm_eps))
 
     def level(
         self,
         tokens: Tensor,
-        positions: Tensor,
-        self_attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-        cross_attends: Sequence[Callable[[Tensor], Tensor]],
+        slots: TokenSlots,
+        self_attend: QueryAttend,
+        cross_attends: Sequence[QueryAttend],
         feature: Tensor | None,
     ) -> Tensor:
-        """Hidden states [B, n, hidden] of tokens at positions, LongTensors [B, n]; see `GlideDecoderLayer.forward`."""
-        return self.layer(self.embed(tokens), self.rope(positions), self_attend, cross_attends, feature)
+        """Hidden states [B, n, hidden] of tokens [B, n]; see `GlideDecoderLayer.forward`. The tokens' keys and values
+        are in their slots before `self_attend` runs."""
+        stream = self.stream(tokens)
+        self.layer.add_to(stream, slots, self_attend, cross_attends, feature)
+        return stream.hidden
+
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """hidden [B, n, hidden] -> logits of all tokens [B, n, V], or of the rows of `weight`."""
+        if weight is not None:
+            return self.backend.linear(hidden, weight)
+        logits = self.backend.linear(hidden, self.head.weight)  # type: ignore[arg-type]
+        return self.head.gathered(logits) if isinstance(self.head, VocabularyHead) else logits
+
+    def best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and columns [B, n, topk] of the largest logits [B, n, C], the largest first."""
+        batch, nodes, columns = logits.shape
+        # Each node is the root of a tree of its own, which grows by one level; the root's score stays 0.
+        rows = batch * nodes
+        if rows not in self.trees:
+            self.trees[rows] = new_tree(rows, 1 + topk, False, logits.device)
+        tree = self.trees[rows]
+        self.backend.grow_level(tree, slice(0, 1), topk, logits.view(rows, 1, columns), None)
+        return tuple(x[:, 1:].view(batch, nodes, topk) for x in (tree.scores, tree.tokens))  # type: ignore[return-value]
 
     def columns(self, requests: Tensor) -> RoundColumns:
         """The columns of the logits of a round of requests, LongTensor [B]."""
@@ -136,7 +175,7 @@ class DraftModel:
         own = recent_tokens(tokens, self._in_list)
         row = torch.full((MOST_EXTRA,), -1, dtype=torch.int32)
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-        self.own_tokens[request].copy_(row)
+        self.own_tokens[request].copy_(upload(row, self.own_tokens.device))
 
     @cached_property
     def _in_list(self) -> set[int]:
@@ -157,14 +196,13 @@ class RoundColumns:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, n, hidden] -> [B, n, C]"""
         if self.own is None:
-            return self.model.head(hidden)
-        assert self.model.listed_rows is not None
+            return self.model.logits(hidden)
         own = torch.baddbmm(self.bias[:, None], hidden, self.own_rows.transpose(1, 2))
-        return torch.cat([F.linear(hidden, self.model.listed_rows), own], 2)
+        return torch.cat([self.model.logits(hidden, self.model.listed_rows), own], 2)
 
     def best(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and tokens [B, n, topk] of the most probable columns."""
-        values, columns = self.logits(hidden).float().log_softmax(-1).topk(topk, dim=-1)
+        values, columns = self.model.best(self.logits(hidden), topk)
         if self.own is None or self.model.listed is None:
             return values, columns
         listed = self.model.listed
@@ -179,9 +217,6 @@ class _Head(nn.Module):
     def __init__(self, weight: Tensor, vocab_size: int) -> None:
         super().__init__()
         self.weight = weight[:vocab_size]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
 
 
 def recent_tokens(tokens: Iterable[int], listed: set[int]) -> list[int]:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longspec.models.target_attention import QueryAttend
 from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.prefix import PrefixAttention
 from longspec.sglang.tree import Candidates, GrowingTree, expanded_nodes
@@ -38,15 +39,21 @@ class Drafter:
         feature = self.model.feature(hidden)
         tokens = roots[:, None]
         for level in range(steps):
-            self_attend = partial(window.attend, level=level, first=tree.first, visible=tree.visible)
+            self_attend = self._window_attention(window, lengths, level, tree.visible)
             positions = (lengths + level)[:, None].expand_as(tokens)
-            states = self.model.level(tokens, positions, self_attend, cross_attends, feature)
+            slots = self.model.slots(positions, window.keys, window.values, window.node_slots(tree.first, tokens))
+            states = self.model.level(tokens, slots, self_attend, cross_attends, feature)
             tokens = tree.grow(*columns.best(states, self.topk))
         return tree.candidates(nodes)
 
+    def _window_attention(self, window: RoundWindow, lengths: Tensor, level: int, visible: Tensor) -> QueryAttend:
+        attend = self.model.backend.attention.window
+        return lambda q: attend(q, window.keys, window.values, lengths, level, visible, q.shape[3] ** -0.5)
+
     def store(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Store the draft's keys of tokens that the target has read. All LongTensor [T]."""
-        self.cache.store(*self.model.keys_values(tokens, positions), slots)
+        """Store the draft's keys of tokens that the target has read; none in a negative slot. All LongTensor [T]."""
+        own = self.model.slots(positions[None], *self.cache.as_row, slots[None])
+        self.model.store_keys_values(tokens[None], own)
 
     def store_accepted(self, tokens: Tensor, requests: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         """Store the draft's keys of a round's accepted path.
@@ -56,8 +63,7 @@ class Drafter:
         """
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         positions = lengths[:, None] + steps
-        # Slot 0 is SGLang's padding.
-        slots = self.cache.slots(requests, positions).where(steps < accepted[:, None], 0)
+        slots = self.cache.slots(requests, positions).where(steps < accepted[:, None], -1)
         self.store(tokens.flatten(), positions.flatten(), slots.flatten())
 
 

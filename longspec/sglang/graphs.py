@@ -53,7 +53,8 @@ class BatchGraphs:
             return self.function(**arguments)
         for name, rows in arguments.items():
             self.inputs[name][:batch].copy_(rows)
-            self.inputs[name][batch:size].copy_(self.padding[name].expand_as(self.inputs[name][batch:size]))
+            if batch < size:
+                self.inputs[name][batch:size].copy_(self.padding[name].expand_as(self.inputs[name][batch:size]))
         graph, outputs = self.graphs[size]
         graph.replay()
         return tuple(rows[:batch] for rows in outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,22 +34,25 @@ class VerifySizes:
         steps = min(self.steps, nodes - 1)
         return steps, nodes if self.topk > 1 else steps + 1
 
-    def build(self, runner: Any, batch_sizes: list[int]) -> None:
+    def build(self, runner: Any, batch_sizes: list[int], prepare: Callable[[Any], None]) -> None:
         """Make backend and graphs of the target for each number of nodes. runner: the target's. batch_sizes: those with
-        graphs, empty without any."""
+        graphs, empty without any. prepare: called on each new backend before its graphs are captured."""
         self.states[self.nodes] = (runner.attn_backend, runner.decode_cuda_graph_runner)
         most = runner.req_to_token_pool.size
         for steps, nodes in sorted({self.of(batch) for batch in range(1, most + 1)} - {(self.steps, self.nodes)}):
             sizes = [batch for batch in batch_sizes if self.of(batch) == (steps, nodes)]
             with _options(runner.server_args, steps, nodes, sizes):
-                self.states[nodes] = self._state(runner, steps, nodes, sizes)
+                self.states[nodes] = self._state(runner, steps, nodes, sizes, prepare)
 
-    def _state(self, runner: Any, steps: int, nodes: int, sizes: list[int]) -> tuple[Any, Any]:
+    def _state(
+        self, runner: Any, steps: int, nodes: int, sizes: list[int], prepare: Callable[[Any], None]
+    ) -> tuple[Any, Any]:
         from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
         workspace = runner.init_new_workspace
         backend = runner._get_attention_backend(init_new_workspace=True)
         runner.init_new_workspace = workspace
+        prepare(backend)
         graphs = None
         if sizes:
             graphs = DecodeCudaGraphRunner(

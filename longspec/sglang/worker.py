@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.distributed.parallel_state import graph_capture
-from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd_grouped
-from sglang.srt.layers.attention.utils import create_flashinfer_kv_indices_triton
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
@@ -28,10 +26,12 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from torch import Tensor
 
 from longspec.errors import UserError
+from longspec.kernels.shared.device import describe_gpu, upload
 from longspec.sglang.draft_model import DraftModel, load_layer
 from longspec.sglang.drafter import Drafter, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
 from longspec.sglang.large_batches import VerifySizes
+from longspec.sglang.paged import PagedAttention, verify_with
 from longspec.sglang.prefix import PrefixAttention
 from longspec.sglang.window import WindowCache
 
@@ -76,7 +76,7 @@ class GlideWorker(EAGLEWorkerV2):
         table = req_to_token_pool.req_to_token
         layer = load_layer(self.server_args.speculative_draft_model_path, config, table.device, runner.dtype)
         group = get_tp_group().device_group if self.server_args.tp_size > 1 else None
-        weights = (model.model.embed_tokens, *model.get_embed_and_head())
+        weights = model.get_embed_and_head()
         self.model = DraftModel(layer, config, weights, table.shape[1], len(table), group)
 
         pool = token_to_kv_pool_allocator.get_kvcache()
@@ -84,8 +84,8 @@ class GlideWorker(EAGLEWorkerV2):
         if keys.dim() != 3:
             raise UserError(f"GLIDE: reads keys [slots, heads, width], but SGLang stores {list(keys.shape)}")
         window = WindowCache(keys, table, layer.window)
-        kernels = (create_flashinfer_kv_indices_triton, decode_attention_fwd_grouped)
-        prefix = PrefixAttention(pool, table, req_to_token_pool.size, kernels)
+        self.attention = PagedAttention(describe_gpu(table.device), runner.model_config.context_len)
+        prefix = PrefixAttention(pool, table, self.attention)
         self.drafter = Drafter(self.model, window, prefix, self.topk)
         self._prepare_graphs(config.hidden_size, runner.dtype)
 
@@ -95,10 +95,11 @@ class GlideWorker(EAGLEWorkerV2):
         padding = {"roots": one, "requests": 0 * one, "lengths": one}
         if self.model.reads_hidden:
             padding["hidden"] = torch.zeros(1, hidden_size, dtype=dtype, device=self.device)
-        path = torch.ones(1, self.speculative_num_steps + 1, dtype=torch.long, device=self.device)
+        drafted = torch.ones(1, self.speculative_num_steps, dtype=torch.long, device=self.device)
         self.propose = BatchGraphs(self._propose, padding)
         self.store = BatchGraphs(
-            self._store, {"tokens": path, "requests": 0 * one, "lengths": one, "accepted": 0 * one}
+            self._store,
+            {"roots": one, "drafted": drafted, "requests": 0 * one, "lengths": one, "accepted": 0 * one},
         )
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
 
@@ -107,12 +108,13 @@ class GlideWorker(EAGLEWorkerV2):
     ) -> tuple[Tensor, ...]:
         return self.drafter.propose(*self.sizes.of(len(roots)), roots, requests, lengths, hidden)
 
-    def _store(self, **rows: Tensor) -> tuple[Tensor, ...]:
-        self.drafter.store_accepted(**rows)
+    def _store(self, roots: Tensor, drafted: Tensor, **rows: Tensor) -> tuple[Tensor, ...]:
+        self.drafter.store_accepted(torch.cat([roots[:, None], drafted], 1), **rows)
         return ()
 
     def init_attention_backends(self) -> None:
-        """The draft has none."""
+        """The draft has none. That of the target has just been made."""
+        verify_with(self.target_worker.model_runner.attn_backend, self.attention)
 
     @torch.no_grad()
     def init_cuda_graphs(self) -> None:
@@ -122,7 +124,7 @@ class GlideWorker(EAGLEWorkerV2):
             context: Callable[[], Any] = graph_capture
             self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], context)
             self.store.capture(sizes, context)
-        self.sizes.build(self.target_worker.model_runner, sizes)
+        self.sizes.build(self.target_worker.model_runner, sizes, partial(verify_with, attention=self.attention))
 
     # A round.
 
@@ -159,7 +161,10 @@ class GlideWorker(EAGLEWorkerV2):
         mask_buffer, position_buffer = backend.get_verify_buffers_to_fill_after_draft()
         total = batch.seq_lens_sum
         if total is None:
-            total = 0 if mask_buffer is not None else len(roots) * self.req_to_token_pool.req_to_token.shape[1]
+            total = len(roots) * self.req_to_token_pool.req_to_token.shape[1]
+        nodes = self.speculative_num_draft_tokens
+        if mask_buffer is not None:  # SGLang fills all of it, and it has room for the largest batch
+            mask_buffer = mask_buffer[: nodes * (total + nodes * len(roots))]
         mask, positions, index, next_token, next_sibling, tokens = build_tree_kernel_efficient(
             roots,
             parents,
@@ -169,7 +174,7 @@ class GlideWorker(EAGLEWorkerV2):
             total,
             self.topk,
             self.speculative_num_steps,
-            self.speculative_num_draft_tokens,
+            nodes,
             tree_mask_buf=mask_buffer,
             position_buf=position_buffer,
         )
@@ -183,36 +188,46 @@ class GlideWorker(EAGLEWorkerV2):
             retrieve_cum_len=None,
             spec_steps=self.speculative_num_steps,
             topk=self.topk,
-            draft_token_num=self.speculative_num_draft_tokens,
+            draft_token_num=nodes,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             seq_lens_sum=None,
             seq_lens_cpu=None,
         )
 
     def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:
-        positions = prefill_positions(batch.prefix_lens, batch.extend_lens)
-        positions = positions.to(self.device, non_blocking=True)
+        positions = upload(prefill_positions(batch.prefix_lens, batch.extend_lens), torch.device(self.device))
         self.drafter.store(batch.input_ids.long(), positions, batch.out_cache_loc)
         for request in batch.reqs:
             self.model.note_prompt(request.req_pool_idx, chain(request.origin_input_ids, request.output_ids))
-        hidden = select_last_extend_hidden(batch, result.logits_output.hidden_states)
+        hidden = None
+        if self.model.reads_hidden:
+            hidden = select_last_extend_hidden(batch, result.logits_output.hidden_states)
         return self._next_input(result.next_token_ids, hidden)
 
     def _after_verify(self, batch: Any, result: Any, roots: Tensor) -> EagleDraftInput:
         """Store the draft's keys of the root and the accepted tokens. SGLang has moved these to the front of each
         request's nodes: node j predicted the token after j accepted ones, so token j + 1 of the path."""
-        rows, steps = len(roots), self.speculative_num_steps
-        predicted = result.next_token_ids.view(rows, -1)[:, :steps].long()
-        path = torch.cat([roots[:, None], predicted], 1)
-        path = F.pad(path, (0, self.sizes.steps - steps))
-        self.store(tokens=path, requests=batch.req_pool_indices, lengths=batch.seq_lens, accepted=result.accept_lens)
-        newest = torch.arange(rows, device=path.device) * self.speculative_num_draft_tokens + result.accept_lens - 1
-        return self._next_input(result.next_draft_input.bonus_tokens, result.logits_output.hidden_states[newest])
+        rows, nodes = len(roots), self.speculative_num_draft_tokens
+        drafted = result.next_token_ids.view(rows, nodes)[:, : self.sizes.steps]
+        if nodes < self.sizes.steps:
+            drafted = F.pad(drafted, (0, self.sizes.steps - nodes))
+        accepted = result.accept_lens
+        self.store(
+            roots=roots,
+            drafted=drafted,
+            requests=batch.req_pool_indices,
+            lengths=batch.seq_lens,
+            accepted=accepted,
+        )
+        hidden = None
+        if self.model.reads_hidden:
+            newest = accepted + torch.arange(-1, rows * nodes - 1, nodes, device=accepted.device)
+            hidden = result.logits_output.hidden_states[newest]
+        return self._next_input(result.next_draft_input.bonus_tokens, hidden)
 
-    def _next_input(self, roots: Tensor, hidden: Tensor) -> EagleDraftInput:
+    def _next_input(self, roots: Tensor, hidden: Tensor | None) -> EagleDraftInput:
         unused = roots.new_empty(len(roots), 0)  # SGLang filters and joins these fields by row
-        states = hidden if self.model.reads_hidden else None
-        return EagleDraftInput(bonus_tokens=roots, hidden_states=states, topk_p=unused, topk_index=unused)
+        return EagleDraftInput(bonus_tokens=roots, hidden_states=hidden, topk_p=unused, topk_index=unused)
 
     # Updates of the target's weights.
 

@@ -1,5 +1,6 @@
 """The SGLang plugin drafts what our own engine drafts, and asks SGLang to verify the best of it."""
 
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,16 +10,19 @@ import pytest
 import torch
 from pairs import make_pair, tiny_config
 from samplers import sampler
-from sglang_kernels import KERNELS, Pool, parents_of
+from sglang_kernels import Pool, paged_attention, parents_of
 
 from longspec.errors import UserError
 from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
+from longspec.kernels.shared.device import describe_gpu
+from longspec.kernels.shared.residual import TokenSlots
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.glide import GlideMixin
+from longspec.sglang import draft_model
 from longspec.sglang.checks import DEFAULT_TREE, check_server, set_default_tree
 from longspec.sglang.draft_model import DraftModel, RoundColumns, load_layer, recent_tokens
 from longspec.sglang.drafter import Drafter, prefill_positions
@@ -52,10 +56,10 @@ def served(pair: GlideMixin, draft: Path, engine: StaticBatch, prompts: torch.Te
         pool[:, table[REQUESTS].long()] = contents.transpose(2, 3)
         pools.append(pool)
     layer = load_layer(str(draft), pair.config, torch.device("cpu"), torch.float32)
-    weights = (pair.model.embed_tokens, pair.model.embed_tokens.weight, pair.lm_head.weight)
+    weights = (pair.model.embed_tokens.weight, pair.lm_head.weight)
     model = DraftModel(layer, pair.config, weights, capacity + STEPS, len(table))
     cache = WindowCache(pools[0][0], table, layer.window)
-    drafter = Drafter(model, cache, PrefixAttention(Pool(*pools), table, batch, KERNELS), TOPK)
+    drafter = Drafter(model, cache, PrefixAttention(Pool(*pools), table, paged_attention), TOPK)
     for request, prompt, length in zip(REQUESTS.tolist(), prompts, LENGTHS, strict=True):
         for start, stop in pairwise((0, 5, length)):  # a prefill in two chunks
             positions = prefill_positions([start], [stop - start])
@@ -110,6 +114,54 @@ def test_each_level_has_the_logits_of_our_own_draft(
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow  # Triton's interpreter takes seconds
+def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from longspec.kernels.triton.attention import TritonAttention
+    from longspec.kernels.triton.backend import TritonBackend
+    from longspec.sglang.paged import PagedAttention
+
+    gpu = describe_gpu(torch.device("cpu"))
+    monkeypatch.setattr(draft_model, "device_backend", lambda *args: TritonBackend(TritonAttention(gpu)))
+    monkeypatch.setattr(sys.modules[__name__], "paged_attention", PagedAttention(gpu, 64))
+    test_each_level_has_the_logits_of_our_own_draft(tmp_path, "qwen2", LISTED, monkeypatch)
+
+
+def test_verification_takes_the_arguments_of_sglangs_kernel() -> None:
+    """Its result for trees, and a refusal, without an effect, of what it does not compute."""
+    pytest.importorskip("triton")
+    import attention_reference
+
+    from longspec.kernels.triton.paged_attention import PagedTree
+    from longspec.sglang.paged import PagedAttention, verify_with
+
+    generator = torch.Generator().manual_seed(2)
+    nodes, width = 3, 16
+    q, pool_k, pool_v = (torch.randn(40, 2, width, generator=generator) for _ in range(3))
+    q, k, v = q[: 2 * nodes], pool_k[34:, :1], pool_v[34:, :1]
+    starts, mask_starts = torch.tensor([0, 20, 27]), torch.tensor([0, 69, 99])  # prefixes of 20 and 7 tokens
+    mask = torch.rand(110, generator=generator) < 0.5
+    mask[[20, 44, 68, 76, 87, 98]] = True  # each node sees itself
+    slots = torch.randperm(34, generator=generator)
+    pools = pool_k[:, :1], pool_v[:, :1]
+    out, expected = torch.zeros(2, 2 * nodes, 2, width)
+    rows = torch.arange(0, 2 * nodes + 1, nodes)
+    arguments = (*pools, rows, starts, slots, mask, True, mask_starts, nodes, 1.0, 1.0, width**-0.5)
+    further = {"logit_cap": 0.0, "sliding_window_size": -1, "sinks": None, "xai_temperature_len": -1, "max_bs": 2}
+    backend = SimpleNamespace(verify_splitkv_fwd=None)
+    verify_with(backend, PagedAttention(describe_gpu(torch.device("cpu")), 64))
+    assert backend.use_verify_splitkv
+    assert not backend.verify_splitkv_fwd(q, k, v, out, *arguments, **(further | {"sliding_window_size": 8}))
+    assert not out.any()
+    assert backend.verify_splitkv_fwd(q, k, v, out, *arguments, **further)
+    tree = PagedTree(k, v, mask, mask_starts[:-1])
+    queries = q.view(2, nodes, 2, width).transpose(1, 2)
+    attention_reference.paged_attention(
+        queries, *pools, slots, starts[:-1], starts[1:], expected.view(2, nodes, 2, width), width**-0.5, 1, None, tree
+    )
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
     """Every verified node's parent is verified, its path is the one that was scored, and no other is better."""
     generator = torch.Generator().manual_seed(0)
@@ -158,12 +210,18 @@ def test_a_certain_child_ranks_after_its_parent() -> None:
 
 
 def test_only_the_accepted_path_is_stored() -> None:
+    stored: dict[int, tuple[int, int]] = {}
+
+    def store(tokens: torch.Tensor, slots: TokenSlots) -> None:
+        rows = zip(slots.slots[0].tolist(), tokens[0].tolist(), slots.positions[0].tolist(), strict=True)
+        stored.update({slot: (token, position) for slot, token, position in rows if slot >= 0})
+
     table = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
     cache = WindowCache(torch.zeros(41, 1, 1), table, 4)
-    drafter = Drafter(SimpleNamespace(keys_values=lambda t, p: (t[:, None, None], p[:, None, None])), cache, None, 2)  # type: ignore[arg-type]
+    model = SimpleNamespace(store_keys_values=store, slots=lambda at, k, v, slots: TokenSlots(at, None, k, v, slots))  # type: ignore[arg-type]
     path = torch.tensor([[7, 8, 9], [4, 5, 6]])
+    drafter = Drafter(model, cache, None, 2)  # type: ignore[arg-type]
     drafter.store_accepted(path, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
-    stored = {slot: (int(cache.keys[slot]), int(cache.values[slot])) for slot in range(1, 41) if cache.keys[slot] != 0}
     # Position p of request r is in slot 20 * r + p + 1.
     assert stored == {31: (7, 10), 32: (8, 11), 4: (4, 3)}
 
