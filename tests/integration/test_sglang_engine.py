@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair
+from sglang_float32 import environment
 
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file
@@ -54,7 +55,14 @@ def answers(pair: tuple[str, str], calls: list[Any], speculates: bool, **further
             "speculative_num_draft_tokens": 10,
         }
     task = json.dumps({"options": options | further, "calls": calls})
-    done = subprocess.run([sys.executable, str(RUN)], input=task, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, str(RUN)],
+        input=task,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment(Path(pair[0]).parent),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

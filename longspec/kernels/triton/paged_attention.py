@@ -56,9 +56,9 @@ def _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2):
 
 # For a query q and the keys k_j and values v_j of part p:
 #   lse_p = log2 sum_j 2^(scale * q . k_j);  out_p = sum_j 2^(scale * q . k_j - lse_p) * v_j
-# Parts 0 … P - 1 are equal shares of the blocks of the prefix; part P, with TREE, is the tree under its mask.
-# One program takes BLOCK_M query rows of one KV head and one part.
-@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "nodes"])
+# Parts 0 … shares - 1 are equal shares of the blocks of the prefix; the next one, if any, is the tree under its mask.
+# One program takes BLOCK_M query rows of one KV head and one part. The kernel is compiled once for all batches.
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "nodes", "shares"])
 def _paged_parts_kernel(
     q_ptr,
     k_ptr,
@@ -88,7 +88,7 @@ def _paged_parts_kernel(
     group,
     num_rows,
     nodes,
-    PARTS: tl.constexpr,
+    shares,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -111,9 +111,9 @@ def _paged_parts_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key = tl.arange(0, BLOCK_N)
-    if part < PARTS:
+    if part < shares:
         blocks = tl.cdiv(length, BLOCK_N)
-        for block in range(share_begin(blocks, part, PARTS), share_begin(blocks, part + 1, PARTS)):
+        for block in range(share_begin(blocks, part, shares), share_begin(blocks, part + 1, shares)):
             position = block * BLOCK_N + key
             exists = position < length
             slot = tl.load(slots_ptr + begin + position, mask=exists, other=0).to(tl.int64)
@@ -152,13 +152,13 @@ def _paged_parts_kernel(
 
 
 # out = sum_p 2^(lse_p - m) * out_p / sum_p 2^(lse_p - m), m = max_p lse_p. One program takes one query row.
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _merge_parts_kernel(
     parts_ptr,
     lse_ptr,
     out_ptr,
     rows,
-    PARTS: tl.constexpr,
+    parts,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -166,7 +166,7 @@ def _merge_parts_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     dim = tl.arange(0, BLOCK_D)
-    lse = tl.load(lse_ptr + part.to(tl.int64) * rows + row, mask=part < PARTS, other=float("-inf"))
+    lse = tl.load(lse_ptr + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
     weight = tl.exp2(lse - finite(tl.max(lse, 0)))
     total = tl.sum(weight, 0)
     # Parts without a key are not read.
@@ -211,8 +211,7 @@ def paged_attention(
         *(q, k, v, slots, begins, ends),
         *(node_keys, node_values, mask.view(torch.uint8) if tree else mask, mask_starts, outs, lses),
         *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
-        *(scale * LOG2_E, kv_heads, group, group * nodes, nodes),
-        PARTS=num_parts,
+        *(scale * LOG2_E, kv_heads, group, group * nodes, nodes, num_parts),
         HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -221,8 +220,7 @@ def paged_attention(
         num_stages=tiles.num_stages,
     )
     _merge_parts_kernel[(batch * nodes * heads,)](
-        *(outs, lses, out, batch * nodes * heads),
-        PARTS=parts,
+        *(outs, lses, out, batch * nodes * heads, parts),
         HEAD_DIM=head_dim,
         BLOCK_P=triton.next_power_of_2(parts),
         BLOCK_D=triton.next_power_of_2(head_dim),
