@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,17 +83,22 @@ def run_alone(run: Run, python: str, limit: float) -> dict[str, Any]:
     """The result of a run in its own process, or an `error`. limit: seconds."""
     print(f"{run.engine} {run.method}, {run.setting} ...", flush=True)
     command = [python, "-m", "benchmarks.engine_runs"]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, input=json.dumps(asdict(run)), capture_output=True, text=True, timeout=limit
-        )
+        output, errors = process.communicate(json.dumps(asdict(run)), timeout=limit)
     except subprocess.TimeoutExpired:
         return {"error": f"no end within {limit:.0f} s"}
+    finally:
+        # An engine has processes of its own. One that outlives its run would disturb the next.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     try:
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
-        print(done.stderr[-2000:], file=sys.stderr)
-        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]}
+        print(errors[-2000:], file=sys.stderr)
+        return {"error": (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1][:200]}
 
 
 def is_installed(engine: str, python: str) -> bool:

@@ -1,6 +1,8 @@
 """The comparison of engines: equal prompts, rows for what ran and for what failed, and skipped engines by name."""
 
 import json
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,18 @@ def test_a_missing_engine_is_named_and_skipped(
     *_, last = lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("vllm: skipped") for line in lines)
     assert [row["error"] for row in json.loads(last)["rows"]] == ["ours vanilla"]
+
+
+def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:
+    pipe, python = tmp_path / "pipe", tmp_path / "python"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    python.write_text(f"#!/bin/sh\nsleep 1000 < /dev/null > {pipe} 2>&1 &\necho '{{\"single\": 1}}'\n")
+    python.chmod(0o755)
+    assert engines.run_alone(run_of(), str(python), limit=60) == {"single": 1}
+    # The end of the file is read once no process has the pipe open for writing.
+    assert select.select([reader], [], [], 20)[0] and os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_a_prompt_file_without_ids_is_refused(tmp_path: Path) -> None:
