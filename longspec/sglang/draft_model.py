@@ -159,7 +159,8 @@ class DraftModel:
             self.trees[rows] = new_tree(rows, 1 + topk, False, logits.device)
         tree = self.trees[rows]
         self.backend.grow_level(tree, slice(0, 1), topk, logits.view(rows, 1, columns), None)
-        return tuple(x[:, 1:].view(batch, nodes, topk) for x in (tree.scores, tree.tokens))  # type: ignore[return-value]
+        # Copies, because the next level overwrites the trees.
+        return tuple(x[:, 1:].clone().view(batch, nodes, topk) for x in (tree.scores, tree.tokens))  # type: ignore[return-value]
 
     def columns(self, requests: Tensor) -> RoundColumns:
         """The columns of the logits of a round of requests, LongTensor [B]."""

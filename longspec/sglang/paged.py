@@ -82,6 +82,7 @@ class PagedAttention:
             mask is None
             or len(q) != batch * nodes
             or keys.dim() != 3
+            or not out.is_contiguous()
             or (k_scale, v_scale) != (1.0, 1.0)
             or abs(scale * width**0.5 - 1) > 1e-6
             or max(logit_cap, sliding_window_size, xai_temperature_len) > 0

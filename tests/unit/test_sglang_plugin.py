@@ -19,6 +19,8 @@ from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import TokenSlots
+from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.glide import GlideMixin
@@ -207,6 +209,16 @@ def test_a_certain_child_ranks_after_its_parent() -> None:
     assert first == sorted(set(first), reverse=True)
     chosen = tree.candidates(4)
     assert parents_of(chosen.parents[0], chosen.chosen[0], 2) == [0, 1, 2]
+
+
+def test_a_level_of_a_chain_does_not_overwrite_the_one_before() -> None:
+    """With one child per node all levels have as many nodes."""
+    model = SimpleNamespace(trees={}, backend=TorchBackend(SdpaAttention()))
+    logits = torch.tensor([[[0.0, 2.0, 1.0]], [[5.0, 0.0, 0.0]]])
+    scores, tokens = DraftModel.best(model, logits, 1)  # type: ignore[arg-type]
+    DraftModel.best(model, -logits, 1)  # type: ignore[arg-type]
+    assert tokens.tolist() == [[[1]], [[0]]]
+    torch.testing.assert_close(scores, logits.log_softmax(-1).amax(-1, keepdim=True))
 
 
 def test_only_the_accepted_path_is_stored() -> None:
