@@ -8,7 +8,7 @@ def main() -> None:
     import sglang
 
     task = json.load(sys.stdin)
-    engine = sglang.Engine(skip_tokenizer_init=True, log_level="error", **task["options"])
+    engine = sglang.Engine(**({"skip_tokenizer_init": True, "log_level": "error"} | task["options"]))
     answers = [engine.generate(input_ids=prompts, sampling_params=sampling) for prompts, sampling in task["calls"]]
     ids = [[answer["output_ids"] for answer in call] for call in answers]
     rounds = [answer["meta_info"].get("spec_verify_ct") for answer in answers[0]]
