@@ -115,9 +115,9 @@ class DraftModel:
         embeddings = self.backend.embed(self.table, tokens) if embed is None else embed(tokens)
         return self.backend.stream(embeddings, self.config.rms_norm_eps)
 
-    def slots(self, positions: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> TokenSlots:
-        """Positions of a pass's tokens, LongTensor [B, n], and their slots in keys and values [B, K, S, D]."""
-        return TokenSlots(positions.clamp(max=len(self.rope[0]) - 1), self.rope, keys, values, slots)
+    def in_table(self, positions: Tensor) -> Tensor:
+        """Positions within the rotary table; a round can reach beyond the last one that a request can have."""
+        return positions.clamp(max=len(self.rope[0]) - 1)
 
     def store_keys_values(self, tokens: Tensor, slots: TokenSlots) -> None:
         """Store the draft's own keys and values of tokens [1, T]."""
@@ -151,7 +151,8 @@ class DraftModel:
         return self.head.gathered(logits) if isinstance(self.head, VocabularyHead) else logits
 
     def best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and columns [B, n, topk] of the largest logits [B, n, C], the largest first."""
+        """Log-probabilities and columns [B, n, topk] of the largest logits [B, n, C], the largest first. The next call
+        overwrites the log-probabilities."""
         batch, nodes, columns = logits.shape
         # Each node is the root of a tree of its own, which grows by one level; the root's score stays 0.
         rows = batch * nodes
@@ -159,8 +160,8 @@ class DraftModel:
             self.trees[rows] = new_tree(rows, 1 + topk, False, logits.device)
         tree = self.trees[rows]
         self.backend.grow_level(tree, slice(0, 1), topk, logits.view(rows, 1, columns), None)
-        # Copies, because the next level overwrites the trees.
-        return tuple(x[:, 1:].clone().view(batch, nodes, topk) for x in (tree.scores, tree.tokens))  # type: ignore[return-value]
+        # The columns are copied, because the tree of a round keeps them.
+        return tree.scores[:, 1:].view(batch, nodes, topk), tree.tokens[:, 1:].clone().view(batch, nodes, topk)
 
     def columns(self, requests: Tensor) -> RoundColumns:
         """The columns of the logits of a round of requests, LongTensor [B]."""

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longspec.kernels.shared.residual import TokenSlots
 from longspec.models.target_attention import QueryAttend
 from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.prefix import PrefixAttention
@@ -37,14 +38,21 @@ class Drafter:
         cross_attends = [partial(attention, layer) for layer in self.model.layers]
         columns = self.model.columns(requests)
         feature = self.model.feature(hidden)
+        positions = self._level_positions(lengths, steps)
         tokens = roots[:, None]
         for level in range(steps):
             self_attend = self._window_attention(window, lengths, level, tree.visible)
-            positions = (lengths + level)[:, None].expand_as(tokens)
-            slots = self.model.slots(positions, window.keys, window.values, window.node_slots(tree.first, tokens))
+            at = positions[level][:, : tokens.shape[1]]
+            slots = window.token_slots(tree.first, at, self.model.rope)
             states = self.model.level(tokens, slots, self_attend, cross_attends, feature)
             tokens = tree.grow(*columns.best(states, self.topk))
         return tree.candidates(nodes)
+
+    def _level_positions(self, lengths: Tensor, steps: int) -> Tensor:
+        """The positions of all levels' nodes, LongTensor [steps, B, k]; the root takes the first of its level."""
+        levels = torch.arange(steps, device=lengths.device)
+        positions = self.model.in_table(lengths + levels[:, None])
+        return positions[..., None].expand(-1, -1, self.topk).contiguous()
 
     def _window_attention(self, window: RoundWindow, lengths: Tensor, level: int, visible: Tensor) -> QueryAttend:
         attend = self.model.backend.attention.window
@@ -52,7 +60,8 @@ class Drafter:
 
     def store(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Store the draft's keys of tokens that the target has read; none in a negative slot. All LongTensor [T]."""
-        own = self.model.slots(positions[None], *self.cache.as_row, slots[None])
+        at = self.model.in_table(positions[None])
+        own = TokenSlots(at, self.model.rope, *self.cache.as_row, slots[None])
         self.model.store_keys_values(tokens[None], own)
 
     def store_accepted(self, tokens: Tensor, requests: Tensor, lengths: Tensor, accepted: Tensor) -> None:

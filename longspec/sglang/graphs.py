@@ -51,9 +51,9 @@ class BatchGraphs:
         size = self.padded(batch)
         if size not in self.graphs:
             return self.function(**arguments)
-        for name, rows in arguments.items():
-            self.inputs[name][:batch].copy_(rows)
-            if batch < size:
+        torch._foreach_copy_([self.inputs[name][:batch] for name in arguments], list(arguments.values()))
+        if batch < size:
+            for name in arguments:
                 self.inputs[name][batch:size].copy_(self.padding[name].expand_as(self.inputs[name][batch:size]))
         graph, outputs = self.graphs[size]
         graph.replay()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longspec.kernels.shared.residual import RopeTable, TokenSlots
+
 
 class WindowCache:
     """Keys and values [slots, K, D] for all slots of the target's pool."""
@@ -48,8 +50,9 @@ class RoundWindow:
         self.keys, self.values = (
             torch.cat([store[slots], room], 1).transpose(1, 2) for store in (cache.keys, cache.values)
         )
+        self.node_slots = torch.arange(self.width, self.width + nodes, device=lengths.device)
 
-    def node_slots(self, first: int, tokens: Tensor) -> Tensor:
-        """The slots, LongTensor [B, n], of tokens [B, n], nodes `first` … first + n - 1."""
-        slots = torch.arange(self.width + first, self.width + first + tokens.shape[1], device=tokens.device)
-        return slots.expand_as(tokens)
+    def token_slots(self, first: int, positions: Tensor, rope: RopeTable) -> TokenSlots:
+        """The slots of nodes `first` … first + n - 1, which are at positions, LongTensor [B, n]."""
+        slots = self.node_slots[first : first + positions.shape[1]].expand_as(positions)
+        return TokenSlots(positions, rope, self.keys, self.values, slots)

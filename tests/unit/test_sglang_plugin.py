@@ -216,9 +216,12 @@ def test_a_level_of_a_chain_does_not_overwrite_the_one_before() -> None:
     model = SimpleNamespace(trees={}, backend=TorchBackend(SdpaAttention()))
     logits = torch.tensor([[[0.0, 2.0, 1.0]], [[5.0, 0.0, 0.0]]])
     scores, tokens = DraftModel.best(model, logits, 1)  # type: ignore[arg-type]
-    DraftModel.best(model, -logits, 1)  # type: ignore[arg-type]
-    assert tokens.tolist() == [[[1]], [[0]]]
     torch.testing.assert_close(scores, logits.log_softmax(-1).amax(-1, keepdim=True))
+    tree = GrowingTree(2, 1, 2, torch.device("cpu"))
+    tree.grow(scores, tokens)
+    tree.grow(*DraftModel.best(model, -logits, 1))  # type: ignore[arg-type]
+    assert [level.tolist() for level in tree.tokens] == [[[1], [0]], [[0], [1]]]
+    assert (tree.scores[1] < tree.scores[0]).all()
 
 
 def test_only_the_accepted_path_is_stored() -> None:
@@ -230,7 +233,7 @@ def test_only_the_accepted_path_is_stored() -> None:
 
     table = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
     cache = WindowCache(torch.zeros(41, 1, 1), table, 4)
-    model = SimpleNamespace(store_keys_values=store, slots=lambda at, k, v, slots: TokenSlots(at, None, k, v, slots))  # type: ignore[arg-type]
+    model = SimpleNamespace(store_keys_values=store, in_table=lambda at: at, rope=None)
     path = torch.tensor([[7, 8, 9], [4, 5, 6]])
     drafter = Drafter(model, cache, None, 2)  # type: ignore[arg-type]
     drafter.store_accepted(path, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
