@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longspec.kernels.shared.attention import PrefixParts
+from longspec.kernels.shared.attention import PagedPrefix, PagedTree, PrefixParts
 from longspec.kernels.torch.attention import buffer_visible
 
 if TYPE_CHECKING:
     from longspec.kernels.triton.attention_tiles import Tiles
-    from longspec.kernels.triton.paged_attention import PagedTree
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -129,11 +128,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 def paged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    begins: Tensor,
-    ends: Tensor,
+    prefix: PagedPrefix,
     out: Tensor,
     scale: float,
     num_parts: int,
@@ -142,9 +137,9 @@ def paged_attention(
 ) -> None:
     """Reference of `paged_attention.paged_attention`."""
     nodes = q.shape[2]
-    for row, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        own, length = slots[begin:end].long(), end - begin
-        keys, values, mask = k[own], v[own], None
+    for row, (begin, end) in enumerate(zip(prefix.begins.tolist(), prefix.ends.tolist(), strict=True)):
+        own, length = prefix.slots[begin:end].long(), end - begin
+        keys, values, mask = prefix.keys[own], prefix.values[own], None
         if tree is not None:
             in_tree = slice(row * nodes, (row + 1) * nodes)
             keys, values = torch.cat([keys, tree.keys[in_tree]]), torch.cat([values, tree.values[in_tree]])

@@ -10,12 +10,12 @@ from typing import Any
 import attention_reference
 from torch import Tensor
 
+from longspec.kernels.shared.attention import PagedPrefix
 
-def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, begins: Tensor, ends: Tensor, out: Tensor
-) -> None:
+
+def paged_attention(q: Tensor, prefix: PagedPrefix, out: Tensor) -> None:
     """`sglang.paged.PagedAttention` without a tree, in plain torch."""
-    attention_reference.paged_attention(q, keys, values, slots, begins, ends, out, q.shape[3] ** -0.5, 1, None)  # type: ignore[arg-type]
+    attention_reference.paged_attention(q, prefix, out, q.shape[3] ** -0.5, 1, None)  # type: ignore[arg-type]
 
 
 class Pool:

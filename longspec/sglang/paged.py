@@ -13,9 +13,10 @@ import torch
 import triton
 from torch import Tensor
 
+from longspec.kernels.shared.attention import PagedPrefix, PagedTree
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.triton.attention_tiles import count_splits, prefix_tiles, programs_at_once
-from longspec.kernels.triton.paged_attention import PagedTree, paged_attention
+from longspec.kernels.triton.paged_attention import paged_attention
 
 
 class PagedAttention:
@@ -25,58 +26,26 @@ class PagedAttention:
         """capacity: largest length of a prefix."""
         self.gpu, self.capacity = gpu, capacity
 
-    def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        begins: Tensor,
-        ends: Tensor,
-        out: Tensor,
-        tree: PagedTree | None = None,
-    ) -> None:
+    def __call__(self, q: Tensor, prefix: PagedPrefix, out: Tensor, tree: PagedTree | None = None) -> None:
         """See `paged_attention`; scores are q · k / sqrt(D)."""
         batch, heads, nodes, width = q.shape
-        kv_heads = keys.shape[1]
+        kv_heads = prefix.keys.shape[1]
         rows = heads // kv_heads * nodes
         memory = self.gpu.shared_memory
         tiles = prefix_tiles(rows, width, q.dtype, memory)
         at_once = programs_at_once(tiles, width, q.dtype, memory) * self.gpu.multiprocessors
         programs = batch * kv_heads * triton.cdiv(rows, tiles.block_m)
         parts = count_splits(programs, self.capacity, at_once)
-        paged_attention(q, keys, values, slots, begins, ends, out, width**-0.5, parts, tiles, tree)
+        paged_attention(q, prefix, out, width**-0.5, parts, tiles, tree)
 
-    def verify(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        q_starts: Tensor,
-        kv_starts: Tensor,
-        kv_slots: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        mask_starts: Tensor,
-        nodes: int,
-        k_scale: float,
-        v_scale: float,
-        scale: float,
-        *,
-        logit_cap: float,
-        sliding_window_size: int,
-        sinks: Tensor | None,
-        xai_temperature_len: int,
-        **_: Any,
-    ) -> bool:
-        """Attention of B trees of `nodes` nodes, by the arguments of `extend_attention_fwd`
-        (srt/layers/attention/triton_ops/extend_attention.py); False, without an effect, for what the kernel lacks.
+    def verify(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *batch_and_pool: Any, **features: Any) -> bool:
+        """Attention of B trees of N nodes, by the arguments of `extend_attention_fwd`
+        (srt/layers/attention/triton_ops/extend_attention.py, line 622); False, without an effect, for what the kernel
+        lacks.
 
-        q, out [B * N, H, D]; k, v [B * N, K, D]; q_starts, kv_starts, mask_starts: int [B + 1].
+        q, out [B * N, H, D]; k, v [B * N, K, D], those of the nodes.
         """
+        keys, values, _, kv_starts, kv_slots, mask, _, mask_starts, nodes, k_scale, v_scale, scale = batch_and_pool
         batch, width = len(kv_starts) - 1, q.shape[2]
         if (
             mask is None
@@ -85,14 +54,14 @@ class PagedAttention:
             or not out.is_contiguous()
             or (k_scale, v_scale) != (1.0, 1.0)
             or abs(scale * width**0.5 - 1) > 1e-6
-            or max(logit_cap, sliding_window_size, xai_temperature_len) > 0
-            or sinks is not None
+            or max(features[name] for name in ("logit_cap", "sliding_window_size", "xai_temperature_len")) > 0
+            or features["sinks"] is not None
         ):
             return False
         queries = q.view(batch, nodes, -1, width).transpose(1, 2)
+        prefix = PagedPrefix(keys, values, kv_slots, kv_starts[:-1], kv_starts[1:])
         tree = PagedTree(k, v, mask, mask_starts[:-1])
-        rows = out.view(batch, nodes, -1, width)
-        self(queries, keys, values, kv_slots, kv_starts[:-1], kv_starts[1:], rows, tree)
+        self(queries, prefix, out.view(batch, nodes, -1, width), tree)
         return True
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PagedAttend = Callable[..., None]
-"""(q, keys, values, slots, begins, ends, out): see `sglang.paged.PagedAttention`."""
+from longspec.kernels.shared.attention import PagedPrefix
+
+PagedAttend = Callable[[Tensor, PagedPrefix, Tensor], None]
+"""(q [B, H, n, D], prefix, out [B, n, H, D]): see `sglang.paged.PagedAttention`."""
 
 
 class PrefixAttention:
@@ -33,8 +35,8 @@ class PrefixAttention:
 
         def attend(layer: int, q: Tensor) -> Tensor:
             out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
-            keys, values = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
-            self.attend(q, keys, values, self.slots, begins, ends, out)
+            pools = self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+            self.attend(q, PagedPrefix(*pools, self.slots, begins, ends), out)
             return out.transpose(1, 2)
 
         return attend

@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 
 import attention_reference
 
+from longspec.kernels.shared.attention import PagedPrefix, PagedTree
 from longspec.kernels.triton.attention_tiles import (
     prefix_tiles,
 )
-from longspec.kernels.triton.paged_attention import PagedTree, paged_attention
+from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 
 HOPPER, AMPERE, CONSUMER = 227 * 1024, 163 * 1024, 99 * 1024
@@ -123,7 +124,7 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(dtype: torch.dtype, head_dim: 
 
 
 def paged_case(lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, has_tree: bool) -> list[Any]:
-    """q, k, v, slots, begins, ends, out and the tree. Slots without order; NaN in those that no sequence has."""
+    """q, prefix, out and tree. Slots without order; NaN in those that no sequence has."""
     generator = torch.Generator().manual_seed(sum(lengths) + nodes)
 
     def normal(*shape: int) -> Tensor:
@@ -146,7 +147,8 @@ def paged_case(lengths: list[int], kv_heads: int, group: int, nodes: int, head_d
         flat = torch.cat([torch.zeros(7, dtype=torch.bool), *(mask.flatten() for mask in masks)])
         keys, values = normal(2, batch * nodes, kv_heads, head_dim)
         tree = PagedTree(keys, values, flat, starts)
-    return [q, *pools, slots, begins, begins + torch.tensor(lengths), torch.full_like(q.transpose(1, 2), 7.0), tree]
+    prefix = PagedPrefix(*pools, slots, begins, begins + torch.tensor(lengths))
+    return [q, prefix, torch.full_like(q.transpose(1, 2), 7.0), tree]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,11 +172,11 @@ def test_paged_attention_equals_the_reference(
     device: str,
 ) -> None:
     """Whole prefixes, of which some are empty, and trees of more than one block."""
-    *tensors, tree = paged_case(lengths, kv_heads, group, nodes, head_dim, has_tree)
-    tensors = [x.to(device) for x in tensors]
+    q, prefix, out, tree = paged_case(lengths, kv_heads, group, nodes, head_dim, has_tree)
+    q, out, prefix = q.to(device), out.to(device), PagedPrefix(*(x.to(device) for x in prefix))
     tree = tree and PagedTree(*(x.to(device) for x in tree))
     tiles = prefix_tiles(group * nodes, head_dim, torch.float32, HOPPER)
-    paged_attention(*tensors, 0.2, num_parts, tiles, tree)
-    expected = torch.zeros_like(tensors[-1])
-    attention_reference.paged_attention(*tensors[:-1], expected, 0.2, num_parts, tiles, tree)
-    torch.testing.assert_close(tensors[-1], expected, atol=1e-5, rtol=1e-5)
+    paged_attention(q, prefix, out, 0.2, num_parts, tiles, tree)
+    expected = torch.zeros_like(out)
+    attention_reference.paged_attention(q, prefix, expected, 0.2, num_parts, tiles, tree)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

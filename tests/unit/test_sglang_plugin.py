@@ -17,6 +17,7 @@ from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
+from longspec.kernels.shared.attention import PagedPrefix, PagedTree
 from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import TokenSlots
 from longspec.kernels.torch.attention import SdpaAttention
@@ -134,7 +135,6 @@ def test_verification_takes_the_arguments_of_sglangs_kernel() -> None:
     pytest.importorskip("triton")
     import attention_reference
 
-    from longspec.kernels.triton.paged_attention import PagedTree
     from longspec.sglang.paged import PagedAttention, verify_with
 
     generator = torch.Generator().manual_seed(2)
@@ -157,10 +157,9 @@ def test_verification_takes_the_arguments_of_sglangs_kernel() -> None:
     assert not out.any()
     assert backend.verify_splitkv_fwd(q, k, v, out, *arguments, **further)
     tree = PagedTree(k, v, mask, mask_starts[:-1])
-    queries = q.view(2, nodes, 2, width).transpose(1, 2)
-    attention_reference.paged_attention(
-        queries, *pools, slots, starts[:-1], starts[1:], expected.view(2, nodes, 2, width), width**-0.5, 1, None, tree
-    )
+    queries, heads = q.view(2, nodes, 2, width).transpose(1, 2), expected.view(2, nodes, 2, width)
+    prefix = PagedPrefix(*pools, slots, starts[:-1], starts[1:])
+    attention_reference.paged_attention(queries, prefix, heads, width**-0.5, 1, None, tree)  # type: ignore[arg-type]
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 

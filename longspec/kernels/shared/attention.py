@@ -27,6 +27,32 @@ class PrefixParts(NamedTuple):
     """Whether the kernel that writes the parts lets the next kernel start early (programmatic dependent launch)."""
 
 
+class PagedPrefix(NamedTuple):
+    """The prefixes of B sequences in a pool."""
+
+    keys: Tensor
+    """[slots, K, D] with a contiguous last dimension, like `values`"""
+    values: Tensor
+    slots: Tensor
+    """int, one dimension: the prefix of sequence b is in slots[begins[b]] … slots[ends[b] - 1]"""
+    begins: Tensor
+    """int [B], like `ends`"""
+    ends: Tensor
+
+
+class PagedTree(NamedTuple):
+    """The N nodes after each prefix, which the queries see under a mask."""
+
+    keys: Tensor
+    """[B * N, K, D], like `values`"""
+    values: Tensor
+    mask: Tensor
+    """bool or uint8, one dimension: entry (i, j) of sequence b, in row i of n + N entries, is at
+    mask_starts[b] + i * (n + N) + n + j, where n is the length of the prefix; entries of the prefix are not read."""
+    mask_starts: Tensor
+    """int [B]"""
+
+
 class DecodingAttention(Protocol):
     """A backend. Slots after the used ones may hold anything, NaN included, without effect on a result."""
 

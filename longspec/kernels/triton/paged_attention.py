@@ -7,36 +7,16 @@ launches and replay them at other lengths.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.triton.attention_tiles import (
-    LOG2_E,
-    Tiles,
-    load_query_tile,
-    padded_dim,
-    share_begin,
-)
+from longspec.kernels.shared.attention import PagedPrefix, PagedTree
+from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, load_query_tile, padded_dim, share_begin
 from longspec.kernels.triton.online_softmax import finite
 
 MERGE_WARPS = 2
-
-
-class PagedTree(NamedTuple):
-    """The N nodes after each prefix, which the queries see under a mask."""
-
-    keys: Tensor
-    """[B * N, K, D], like `values`"""
-    values: Tensor
-    mask: Tensor
-    """bool or uint8, one dimension: entry (i, j) of sequence b, in row i of n + N entries, is at
-    mask_starts[b] + i * (n + N) + n + j, where n is the length of the prefix; entries of the prefix are not read."""
-    mask_starts: Tensor
-    """int [B]"""
 
 
 # One step of online softmax over a block of keys and values [BLOCK_N, D], visible [BLOCK_M, BLOCK_N], in base 2:
@@ -180,11 +160,7 @@ def _merge_parts_kernel(
 
 def paged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    begins: Tensor,
-    ends: Tensor,
+    prefix: PagedPrefix,
     out: Tensor,
     scale: float,
     num_parts: int,
@@ -193,19 +169,19 @@ def paged_attention(
 ) -> None:
     """Attention of each query to the whole prefix of its sequence, and under a mask to the tree after it.
 
-    q [B, H, N, D]; k, v: a pool [slots, K, D]; one dtype (fp32, fp16, bf16), last dimensions contiguous. slots: int,
-    one dimension; the prefix of sequence b is in slots[begins[b]] … slots[ends[b] - 1], begins and ends int [B].
-    out: contiguous [B, N, H, D] in q's dtype, overwritten; a query that sees no key gets 0. scale > 0. num_parts:
-    number of shares of the prefix.
+    q [B, H, N, D]: contiguous last dimension, in the dtype of all keys and values (fp32, fp16, bf16). out: contiguous
+    [B, N, H, D] in this dtype, overwritten; a query that sees no key gets 0. scale > 0. num_parts: number of shares of
+    the prefix.
     """
     batch, heads, nodes, head_dim = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = prefix.keys.shape[1]
     group = heads // kv_heads
     parts = num_parts + (tree is not None)
     # In fp32, because rounding the parts would add to the error of their merge.
     outs = torch.empty((parts, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
     # Pointer arguments that the kernel does not read are those of the prefix.
+    k, v, slots, begins, ends = prefix
     node_keys, node_values, mask, mask_starts = (k, v, slots, begins) if tree is None else tree
     _paged_parts_kernel[(triton.cdiv(group * nodes, tiles.block_m), parts, batch * kv_heads)](
         *(q, k, v, slots, begins, ends),
