@@ -40,4 +40,5 @@ def environment(folder: Path) -> dict[str, str]:
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-float32\nVersion: 0\n")
     (package / "entry_points.txt").write_text("[sglang.srt.plugins]\nfloat32 = sglang_float32:register\n")
     path = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+    # Products of SGLang's Triton kernels have the precision of TF32 by default, which rounds near-ties apart.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TRITON_F32_DEFAULT": "ieee"}
