@@ -180,12 +180,13 @@ def paged_attention(
     # In fp32, because rounding the parts would add to the error of their merge.
     outs = torch.empty((parts, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
-    # Pointer arguments that the kernel does not read are those of the prefix.
+    # Pointer arguments that the kernel does not read are those of the prefix. The mask is one of bytes in any case:
+    # loads of wider entries, even if none runs, would take the shared memory of several stages.
     k, v, slots, begins, ends = prefix
     node_keys, node_values, mask, mask_starts = (k, v, slots, begins) if tree is None else tree
     _paged_parts_kernel[(triton.cdiv(group * nodes, tiles.block_m), parts, batch * kv_heads)](
         *(q, k, v, slots, begins, ends),
-        *(node_keys, node_values, mask.view(torch.uint8) if tree else mask, mask_starts, outs, lses),
+        *(node_keys, node_values, mask.view(torch.uint8), mask_starts, outs, lses),
         *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
         *(scale * LOG2_E, kv_heads, group, group * nodes, nodes, num_parts),
         HEAD_DIM=head_dim,
