@@ -91,7 +91,8 @@ def generate(
     tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
     eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
     follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
-    row depend on its own seed, and not on the other rows.
+    row depend on its own seed and not on the other rows, except above temperature 0 with method "auto", whose choices
+    follow from all rows that start together.
     streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
     origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
     tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
