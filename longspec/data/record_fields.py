@@ -136,6 +136,8 @@ def is_set(name: str, value: Any) -> bool:
     """Whether a field has a value that changes something. name: plain."""
     if value is None or value in NEUTRAL.get(name, ()):
         return False
+    if name in ("options", "parameters") and not isinstance(value, dict):
+        return False  # the choices of a question, say
     # Some data sets store lists of tools as JSON text.
     return name in ANY_VALUE_COUNTS or (bool(value) and value not in ("[]", "{}", "null"))
 
@@ -143,12 +145,13 @@ def is_set(name: str, value: Any) -> bool:
 def check_fields(fields: Mapping[str, Any], refused: Mapping[str, str], where: str = "", text: str = "") -> None:
     """Raise RecordError for the first field that is refused and set.
 
-    refused: by plain name; where: prefix of the name. text: the record's or turn's own; a field that repeats a part of
+    refused: by plain name; where: prefix of the name. text: the record's or turn's own; a field that repeats parts of
     it loses nothing.
     """
     for name, value in fields.items():
         problem = refused.get(plain_name(name))
-        is_repeated = isinstance(value, str) and value.strip() != "" and value.strip() in text
+        parts = value if isinstance(value, list) and value else [value]
+        is_repeated = all(isinstance(part, str) and part.strip() != "" and part.strip() in text for part in parts)
         if problem is not None and is_set(plain_name(name), value) and not is_repeated:
             raise RecordError(f"{where}{name}", problem)
 

@@ -96,7 +96,10 @@ def published_options(config: Mapping[str, Any], prefix: str) -> Eagle3Options:
     if "speculators_model_type" in stated:
         options.setdefault("norm_before_residual", True)
     rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {"rope_type": "default"}
-    options["rope"] = {"rope_theta": stated.get("rope_theta", 10000.0), **rope} if isinstance(rope, Mapping) else rope
+    if isinstance(rope, Mapping):
+        kind = {"rope_type": rope.get("type", "default")}  # older files have the key `type`
+        rope = {"rope_theta": stated.get("rope_theta", 10000.0), **kind, **rope}
+    options["rope"] = rope
     # vLLM counts layers whose inputs are read, SGLang those whose outputs are.
     eagle = stated.get("eagle_config")
     outputs = eagle.get(LAYERS_KEY) if isinstance(eagle, Mapping) else None

@@ -89,6 +89,11 @@ def _draft_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> 
     saved = draft_settings(glide_path).options
     own = saved.entries()
     if OPTIONS_KEY in own:
+        if asked := [name for name, key in OPTION_KEYS.items() if key in stated]:
+            raise UserError(
+                f"{asked[0]}: an option of GLIDE, but the draft at {glide_path} is a {saved.architecture} draft; use "
+                "architecture_options"
+            )
         stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
     options = options_of(own | dict(stated))
     if options.architecture != saved.architecture:

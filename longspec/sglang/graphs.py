@@ -28,6 +28,8 @@ class BatchGraphs:
     def capture(self, sizes: Iterable[int], context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Capture a graph for each batch size. context: opens a capture and gives an object with its `stream`."""
         self.sizes = sorted(sizes)
+        if not self.sizes:
+            return
         most = self.sizes[-1]
         self.inputs = {name: row.repeat(most, *[1] * (row.dim() - 1)) for name, row in self.padding.items()}
         pool = torch.cuda.graph_pool_handle()

@@ -3,6 +3,7 @@
 import logging
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -28,9 +29,9 @@ RESUMED_KEYS = (
     *("learning_rate", "warmup_ratio", "weight_decay", "adam_betas", "max_grad_norm"),
     *("data.max_length", "data.pack", "data.overflow", "data.answer_only", "data.chat_format", "data.aligners"),
     *("data.templates", "data.chat_template_kwargs"),
-    *("model.torch_dtype", "model.window", "model.architecture", "model.architecture_options"),
+    *("model.torch_dtype", "model.window"),
 )
-"""Keys that must have the same values as in the run that is resumed."""
+"""Keys that must have the same values as in the run that is resumed. `with_draft_options` compares the draft's own."""
 PATH_KEYS = ("data.files", "model_name_or_path")
 """Keys that are compared if a checkpoint has no digests of the data and the target."""
 LENGTH_KEYS = ("max_steps", "num_train_epochs")
@@ -129,7 +130,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
         return config
 
     if saved.architecture != GLIDE or config.model.architecture != GLIDE:
-        return _with_own_options(config, saved, saved_size, source)
+        return _with_own_options(config, saved, saved_size, source, may_change=("window",) if state is None else ())
     configured = config.model.draft_options
     for name in FIXED:
         value, saved_value = getattr(configured, name), getattr(saved, name)
@@ -142,8 +143,13 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     return replace(config, model=model)
 
 
-def _with_own_options(config: TrainConfig, saved: Options, saved_size: int | None, source: str) -> TrainConfig:
-    """`with_draft_options` where the saved or the configured draft is of another architecture than GLIDE."""
+def _with_own_options(
+    config: TrainConfig, saved: Options, saved_size: int | None, source: str, may_change: Sequence[str]
+) -> TrainConfig:
+    """`with_draft_options` where the saved or the configured draft is of another architecture than GLIDE.
+
+    may_change: options of which other values than the saved ones are taken.
+    """
     name, stated = saved.architecture, config.model.architecture_options
     if config.model.architecture not in (GLIDE, name):
         given = config.model.architecture
@@ -151,7 +157,7 @@ def _with_own_options(config: TrainConfig, saved: Options, saved_size: int | Non
     own = asdict(saved)
     for option, value in stated.items():
         asked = tuple(value) if isinstance(value, list) else value
-        if option != "window" and asked != own.get(option):
+        if option not in may_change and asked != own.get(option):
             key = f"config key model.architecture_options.{option}"
             raise UserError(f"{key}: {value}, but the draft at {source} has {own.get(option)}; omit it")
     _check_list_size(config, saved_size, source)

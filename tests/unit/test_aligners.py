@@ -7,8 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from longspec.data.aligners import DEFAULT_ALIGNERS, add_id_aligner, common_form_aligner, rename_fields_aligner
-from longspec.data.record_fields import unread_fields
-from longspec.data.records import WHERE, RecordError
+from longspec.data.record_fields import check_record, check_sampling, unread_fields
+from longspec.data.records import WHERE, RecordError, record_kind
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -238,3 +238,11 @@ def test_aligners_compose_from_a_config():
     sample = align({"question": "q", "reply": "r"}, hydra.utils.instantiate(config))
     assert (sample["kind"], sample["prompt"], sample["answer"]) == ("problem", "q", "r")
     assert rename_fields_aligner({"a": "b"})({"a": 1, "c": 2}) == {"b": 1, "c": 2}
+
+
+def test_the_choices_of_a_question_are_no_options_of_its_answer() -> None:
+    check_sampling({"prompt": "Which?\nA one\nB two", "options": ["A one", "B two"]})
+    with pytest.raises(RecordError, match="options"):
+        check_sampling({"prompt": "Q", "options": {"temperature": 0}})
+    record = {"prompt": "Read x and y. Q", "completion": "A", "documents": ["x", "y"]}
+    check_record(record, record_kind(record))

@@ -327,6 +327,16 @@ def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path, method:
         assert ids == target_greedy(model, torch.tensor(prompt), 14)
 
 
+def test_moved_rows_exchange_the_states_of_their_drafts(tmp_path: Path) -> None:
+    """A row whose prompt is being read has one, too."""
+    batch = RequestEngine(published_pair(tmp_path), EngineSettings(Drafting("tree"), 2, memory=2**28)).batch
+    states = batch.drafter.row_states()
+    for state in states:
+        state[0], state[1] = 1.0, 2.0
+    batch.move(1, 0, 4)
+    assert states and all((state[0] == 2).all() and (state[1] == 1).all() for state in states)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 16])
 @torch.no_grad()

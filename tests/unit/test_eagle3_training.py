@@ -26,7 +26,7 @@ def configured(work: Path, *overrides: str) -> TrainConfig:
     return single_rank_config(work, f"max_steps={STEPS}", "save_steps=100", "learning_rate=1e-2", *overrides)
 
 
-def test_a_run_with_an_eagle3_draft(tmp_path: Path) -> None:
+def test_a_run_with_an_eagle3_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The loss falls. Draft and options are in the checkpoint, the state and an extracted draft of the published form.
     A resumed run and the next stage continue with them."""
     make_target(tmp_path / "target")
@@ -57,12 +57,21 @@ def test_a_run_with_an_eagle3_draft(tmp_path: Path) -> None:
     assert not torch.equal(pair.draft_model.head.weight, fresh.head.weight[tokens])  # the head has trained, too
     assert generate(pair, [[5, 6, 7]], method="tree", max_new_tokens=8).stats.rounds
 
-    train(configured(tmp_path, "resume=latest", f"max_steps={STEPS + 1}", *settings), Termination())
+    with pytest.raises(UserError, match="window: an option of GLIDE"):
+        LlamaGlide.from_pretrained(tmp_path / "target", glide_path=tmp_path / "hf", window=16)
+
+    for more in (1, 2):
+        train(configured(tmp_path, "resume=latest", f"max_steps={STEPS + more}", *settings), Termination())
     resumed = [line["loss"] for line in metrics(tmp_path / "out")]
-    assert len(resumed) == STEPS + 1 and resumed[-1] < losses[0]
+    assert len(resumed) == STEPS + 2 and resumed[-1] < losses[0]
+    other = (settings[0], "model.architecture_options={window: 24}")
+    with pytest.raises(SystemExit):
+        train(configured(tmp_path, "resume=latest", f"max_steps={STEPS + 3}", *other), Termination())
+    assert "architecture_options.window: 24" in "".join(capsys.readouterr())
     draft = f"draft_model_name_or_path={tmp_path}/out/checkpoint-last/draft_model_weights.pth"
-    next_stage = (draft, f"output_dir={tmp_path}/next", "max_steps=1")
-    train(configured(tmp_path, *next_stage), Termination())
+    for steps in (1, 2):
+        next_stage = (draft, f"output_dir={tmp_path}/next", f"max_steps={steps}", "resume=latest")
+        train(configured(tmp_path, *next_stage), Termination())
     assert draft_settings(tmp_path / "next" / "checkpoint-last").options == options
     assert load_draft(tmp_path / "next" / "checkpoint-last").keys() == saved.keys()
 

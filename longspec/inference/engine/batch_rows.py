@@ -105,7 +105,7 @@ class BatchRows:
             for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
                 _exchange(layers[:, a], layers[:, b])
         for state in self.drafter.row_states():
-            state[b] = state[a]  # row b has no draft yet
+            _exchange(state[a], state[b])  # a draft that reads layers is fed while a prompt is read
         _exchange(settings.numbers[:, a], settings.numbers[:, b])
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         texts = [] if settings.penalties is None else settings.penalties.tensors
