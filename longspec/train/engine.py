@@ -89,6 +89,9 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
+    if frozen := [name for name, weight in pair.draft_model.named_parameters() if not weight.requires_grad]:
+        # The optimizer's state, from which a run resumes, has only what trains.
+        raise UserError(f"the draft has {frozen[0]}, which does not train and would be lost; train a draft without it")
     if vocabulary is not None:
         pair.draft_model.set_vocabulary(vocabulary)
     if pair.draft_model.vocabulary is not None:
