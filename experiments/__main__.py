@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from longspec.errors import reports_user_errors
-from longspec.extras import extra
+from longspec.extras import demo_extra
 from longspec.signals import StopSignals
 
 
@@ -26,11 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="*", metavar="NAME", help="arms to train, default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     options = parser.parse_intermixed_args(argv)
-    with extra("demo"):
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed remarks it
+    with demo_extra():
         from experiments.arms import read_experiment, train_arm, write_results
         from longspec.pipeline.settings import load_settings
 

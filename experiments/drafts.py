@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError, first_line, reports_user_errors
-from longspec.extras import extra
+from longspec.extras import demo_extra
 from longspec.signals import StopSignals
 
 TEXT = ("prompts", "answers", "cache")
@@ -80,7 +79,7 @@ def read_comparison(settings: Any) -> Comparison:
 
 
 def arm_settings(settings: Any, comparison: Comparison, name: str, seed: int, steps: Sequence[int] = ()) -> Any:
-    """The settings of an arm with a seed. steps: of each stage; empty for those of the settings."""
+    """The settings of an arm with a seed. steps: number of steps of each stage; empty keeps those in `settings`."""
     arm = comparison.arms[name]
     arm = arm if arm.like is None else comparison.arms[arm.like]
     stages = dict(settings.training.stages)
@@ -164,11 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="*", metavar="NAME", help="arms to train, default: all; none: only the page")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     options = parser.parse_intermixed_args(argv)
-    with extra("demo"):
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed remarks it
+    with demo_extra():
         from experiments.drafts_page import write_results
         from longspec.locks import locked
         from longspec.pipeline.answers import CHAT

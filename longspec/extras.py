@@ -1,5 +1,6 @@
 """Errors for missing optional packages, which name the extra to install."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,3 +23,14 @@ def extra(name: str) -> Iterator[None]:
         package = error.name.partition(".")[0]
         message = f"the package {package} is not installed; run: pip install 'longspec[{name}]'"
         raise MissingExtra(message, name=package) from error
+
+
+@contextmanager
+def demo_extra() -> Iterator[None]:
+    """`extra("demo")` for programs that train: DeepSpeed uses the CPU if there is no GPU, without a warning."""
+    with extra("demo"):
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        yield

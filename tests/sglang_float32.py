@@ -34,7 +34,7 @@ def _run_natively(layer: Any) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables of a process in which SGLang finds this plugin. folder: for the entry point."""
+    """Environment variables with which SGLang finds this plugin. folder: takes the file of its entry point."""
     package = folder / "sglang_float32-0.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-float32\nVersion: 0\n")

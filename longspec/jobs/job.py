@@ -65,9 +65,9 @@ class ResumableJob:
     ) -> None:
         """Do this rank's share of the units. All ranks must call it with the same units.
 
-        load: the work of a unit, which is balanced over ranks. work: called with this rank's units; no more of them
-        follow once a rank has received a stop signal. done: number of items that have a result. label: of the progress
-        bar. Returns once all ranks have finished, or once another rank has ended.
+        load: the work of a unit, which is balanced over ranks. work: called with this rank's units, of which none
+        starts after a rank has received a stop signal. done: number of items that already have a result. label: text
+        of the progress bar. Returns once all ranks have finished, or once another rank has ended.
         """
         start = time.perf_counter()
         self.replicas.start_counts()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 
 from longspec.command_line import Parser
 from longspec.errors import reports_user_errors
-from longspec.extras import extra
+from longspec.extras import demo_extra
 
 EXAMPLES = (
     "longspec draft Qwen/Qwen2.5-0.5B-Instruct",
@@ -23,11 +22,7 @@ EXAMPLES = (
 def main(argv: Sequence[str] | None = None, prog: str = "longspec draft") -> None:
     """Train and measure a draft, or measure a published one. The same command continues after it was stopped."""
     options = _parser(prog).parse_intermixed_args(argv)
-    with extra("demo"):
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed remarks it
+    with demo_extra():
         from longspec.pipeline.run import draft
 
     draft(options, shlex.join([*prog.split(), *(sys.argv[2:] if argv is None else argv)]))

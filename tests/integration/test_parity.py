@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from pairs import FAMILIES, OPTIONS, Handed, make_pair
+from parity import compare_trees, prefilled, training_logits
 from torch import Tensor
 
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.glide import GlideDraft
-from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.draft_layer import WINDOW, DraftOptions
@@ -29,26 +28,6 @@ def parity_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
 
 def random_tokens(*shape: int) -> Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(7))
-
-
-@torch.no_grad()
-def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tensor:
-    """The training forward's logits [T, V] over one segment, tokens [T], at one lag; None: of the base variant."""
-    return model(
-        tokens[None],
-        labels=tokens[None],
-        position_ids=torch.arange(len(tokens), device=tokens.device)[None],
-        cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-        lags=None if lag is None else torch.tensor([lag]),
-        objective=Handed(lambda hidden, target_hidden, labels, lm_head: lm_head(hidden)[0]),
-    )
-
-
-def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: ChainDrafter | TreeDrafter) -> StaticBatch:
-    rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = StaticBatch(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
-    engine.prefill()
-    return engine
 
 
 ROPES = {
@@ -161,19 +140,7 @@ def test_tree_logits_equal_training_logits_along_each_path(
     """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
     model = parity_pair(tmp_path, family, options=options).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
-    drafter = TreeDrafter(Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=GREEDY, tree_rule="descend")
-    levels: list[Tensor] = []
-    level = drafter.draft.level
-    drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = prefilled(model, prompts, drafter)
-    proposal = drafter.propose(engine.root, engine.cache)
-    logits = torch.cat(levels, dim=1)
-    for b, prompt in enumerate(prompts):
-        for node in range(logits.shape[1]):
-            path = proposal.tokens[b, proposal.visible[b, node]]
-            lag = int(proposal.levels[node]) + 1
-            expected = training_logits(model, torch.cat([prompt, path]), lag)[-1]
-            torch.testing.assert_close(logits[b, node], expected, **TOLERANCE, msg=f"row {b}, node {node}")
+    compare_trees(model, prompts, TOLERANCE)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from oracles import Oracle
 from pairs import GLIDE, Handed, save_target, target_greedy
+from parity import compare_trees, prefilled, training_logits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -154,13 +155,6 @@ class Reference:
         return chain
 
 
-def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: Any) -> StaticBatch:
-    rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = StaticBatch(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
-    engine.prefill()
-    return engine
-
-
 @pytest.mark.parametrize(
     "switches", [{}, {"norm_before_residual": True, "norm_output": True}], ids=["plain", "switched"]
 )
@@ -180,19 +174,6 @@ def test_the_layer_computes_what_vllm_computes(tmp_path: Path, switches: dict[st
             torch.testing.assert_close(actual[step][row], expected, **TOLERANCE)
 
 
-@torch.no_grad()
-def training_logits(model: GlideMixin, tokens: Tensor, lag: int) -> Tensor:
-    """The training forward's logits [T, Vd] over one segment, tokens [T], at one lag."""
-    return model(
-        tokens[None],
-        labels=tokens[None],
-        position_ids=torch.arange(len(tokens))[None],
-        cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-        lags=torch.tensor([lag]),
-        objective=Handed(lambda hidden, *_: model.draft_model.lm_head(hidden)[0]),
-    )
-
-
 @pytest.mark.parametrize("window", [None, 8])
 @torch.no_grad()
 def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, window: int | None) -> None:
@@ -201,18 +182,7 @@ def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, windo
     model = published_pair(tmp_path, "qwen2")
     model.draft_model.window = window or model.draft_model.window
     prompts = [row[:n] for row, n in zip(random_tokens(4, 40), (1, 5, 9, 33), strict=True)]
-    drafter = TreeDrafter(Runner(model), len(prompts), shape=(3, 5, 4, 1), sampler=GREEDY, tree_rule="descend")
-    levels: list[Tensor] = []
-    level = drafter.draft.level
-    drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = prefilled(model, prompts, drafter)
-    proposal = drafter.propose(engine.root, engine.cache)
-    logits = torch.cat(levels, dim=1)
-    for b, prompt in enumerate(prompts):
-        for node in range(logits.shape[1]):
-            path = proposal.tokens[b, proposal.visible[b, node]]
-            expected = training_logits(model, torch.cat([prompt, path]), int(proposal.levels[node]) + 1)[-1]
-            torch.testing.assert_close(logits[b, node], expected, **TOLERANCE, msg=f"row {b}, node {node}")
+    compare_trees(model, prompts, TOLERANCE)
 
 
 @torch.no_grad()

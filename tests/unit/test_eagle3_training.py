@@ -10,6 +10,7 @@ from training_fixtures import make_target, metrics, single_rank_config, write_te
 from longspec import generate
 from longspec.errors import UserError
 from longspec.models.draft_files import draft_settings, load_draft
+from longspec.models.draft_saving import save_draft_file
 from longspec.models.eagle3_options import Eagle3Options
 from longspec.models.llama import LlamaGlide
 from longspec.ranks.agreement import Termination
@@ -74,6 +75,13 @@ def test_a_run_with_an_eagle3_draft(tmp_path: Path, capsys: pytest.CaptureFixtur
         train(configured(tmp_path, *next_stage), Termination())
     assert draft_settings(tmp_path / "next" / "checkpoint-last").options == options
     assert load_draft(tmp_path / "next" / "checkpoint-last").keys() == saved.keys()
+
+    # A published draft may have an embedding of its own, which the saved states would lack.
+    own = saved | {"embed_tokens.weight": pair.model.embed_tokens.weight + 1}
+    save_draft_file(own, tmp_path / "own.pth", options)
+    started = (f"draft_model_name_or_path={tmp_path}/own.pth", f"output_dir={tmp_path}/own", "max_steps=1")
+    with pytest.raises(UserError, match=r"embed_tokens\.weight, which does not train"):
+        train(configured(tmp_path, *started), Termination())
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Eagle3Decoder(DraftDecoder):
         self.newest = torch.zeros(batch, 1, hidden, **size)
         """[B, 1, hidden]: the fused state of the newest token that the target has read."""
         self.states = torch.zeros(batch, nodes, hidden, **size)
-        """[B, N, hidden]: what the children of each node read."""
+        """[B, N, hidden]: the state of each node, which its children take as input."""
         tokens = self.draft.vocabulary
         self.ids = None if tokens is None else tokens.expand(batch, -1)
         self.cache = DraftCache(self.draft.config, batch, 1, nodes, runner.dtype, runner.device)

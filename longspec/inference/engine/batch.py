@@ -51,7 +51,8 @@ class Batch(BatchRows):
     ) -> None:
         """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass.
         kinds: those of the requests, as in KINDS. details: whether requests may ask for log-probabilities and traces,
-        and to decode without speculation. pooled: for a batch that is kept for later calls."""
+        and to decode without speculation. pooled: the batch's entry in the pool; None for
+        a batch that later calls do not reuse."""
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details

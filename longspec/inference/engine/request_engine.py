@@ -193,7 +193,8 @@ def _whole(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
     def build() -> Batch:
         drafter = new_drafter(runner, settings.drafting, 1, GREEDY, is_served=False)
         rows = settings.max_rows if _shares(drafter) else 1
-        capacity = slots_for(settings.longest or 0, drafter.depth, drafter.nodes)
+        assert settings.longest is not None
+        capacity = slots_for(settings.longest, drafter.depth, drafter.nodes)
         pooled = _pooled(runner, settings, kind, drafter)
         return Batch(runner, settings.drafting, rows, capacity, 1, settings.kinds, False, pooled)
 
