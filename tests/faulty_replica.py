@@ -17,7 +17,7 @@ from longspec.regenerate.writer import Writer
 FUNCTIONS: dict[str, tuple[Any, str, int]] = {
     "evaluate": (measurement, "sample_line", 0),
     "generate": (PromptRun, "line", 0),
-    "regenerate": (Writer, "write_shard", 0),
+    "regenerate": (Writer, "_records", 0),
 }
 """The function of each command that does a unit of work, and the number of its calls before the first unit."""
 

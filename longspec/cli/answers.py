@@ -201,7 +201,7 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
             count(sum(line["new_tokens"] for line in new), len(new))
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
-        listener = Listener(take, finish, job.is_stopped)
+        listener = Listener(take, finish, job.is_stopped, in_blocks=True)
         window = SORTED_BATCHES * run.batch_size
         stats = run.pair.answer_all(prompts, run.sampling, seeds, run.batch_size, listener, window)
 

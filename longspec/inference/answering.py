@@ -34,6 +34,8 @@ class Listener:
     the times of the setup go to the first answer."""
     is_stopped: Callable[[], bool] = lambda: False
     """Whether the requests that have not started are to be left out."""
+    in_blocks: bool = False
+    """As in `EngineSettings`. Then no answer ends by `take`."""
 
 
 def answer_together(
@@ -53,7 +55,7 @@ def answer_together(
     longest = max(request.longest for request in requests)
     kinds = (sampling_kind([request.sampling for request in requests]),)
     settings = EngineSettings(drafting, len(requests), None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-    engine = RequestEngine(model, replace(settings, together=True))
+    engine = RequestEngine(model, replace(settings, together=True, in_blocks=listener.in_blocks))
     figures = [GenerationStats() for _ in requests]
     stats = _Run(engine, requests, range(len(requests)), listener, figures, "row").play(start)
     return _with_rows(stats, figures)
@@ -86,7 +88,8 @@ def answer_all(
         start = time.perf_counter()
         rows, longest = min(max_rows, len(waiting)), max(requests[number].longest for number in waiting)
         settings = EngineSettings(drafting, rows, None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-        engine = RequestEngine(model, replace(settings, refill=max(1, rows // REFILLED)))
+        settings = replace(settings, refill=max(1, rows // REFILLED), in_blocks=listener.in_blocks)
+        engine = RequestEngine(model, settings)
         # All rows have the capacity of the longest request. If memory is short, shorter ones come with more rows.
         shortest = 0 if engine.batch.max_rows == rows else longest // 2
         own = [number for number in waiting if requests[number].longest >= shortest]
@@ -181,7 +184,8 @@ class _Run:
             own.ttft_s = time.perf_counter() - self.tickets[number].started
             own.row_rounds, own.accepted_by_depth = [0], [0] * self.engine.batch.depth
         else:
-            own.rounds += 1
+            # A round ends with the target's own token, unless the answer ends before it.
+            own.rounds += max(1, event.origins.count("target"))
             own.decoded_tokens += count
             for depth in range(sum(origin != "target" for origin in event.origins[:count])):
                 own.accepted_by_depth[depth] += 1
@@ -194,7 +198,9 @@ class _Run:
         own.decode_s, own.rounds_by_plan = ticket.round_s, dict(ticket.plans)
         own.row_rounds, own.row_ttft_s = [own.rounds], [own.ttft_s]
         if batch.device.type == "cuda":
-            own.peak_memory_bytes = torch.cuda.max_memory_allocated(batch.device)
+            # `max_memory_allocated` flattens and sorts all statistics, which takes longer than the rest of this.
+            stats = torch.cuda.memory_stats_as_nested_dict(batch.device)
+            own.peak_memory_bytes = stats["allocated_bytes"]["all"]["peak"]
         setup = {"build_s": self.build_s, **batch.setup}
         for name, seconds in setup.items():
             setattr(own, name, seconds - self.reported[name])

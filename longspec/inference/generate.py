@@ -167,10 +167,11 @@ def generate(
                 return count
         return None
 
+    listener = Listener(take, in_blocks=stream is None and is_last is None)
     if batch_size is None:
-        stats = answer_together(model, drafting, requests, Listener(take), attention, compile)
+        stats = answer_together(model, drafting, requests, listener, attention, compile)
     else:
-        stats = answer_all(model, drafting, requests, batch_size, Listener(take), attention, compile)
+        stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
     return _output(rows, answers, pad_id, device, stats)
 
 

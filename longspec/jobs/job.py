@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ Count = Callable[[int, int], None]
 """Counts new tokens and finished items since the last call."""
 ITEMS = "items"
 """Name of the shared counter of items that have a result."""
+COUNT_S = 0.1
+"""Seconds between two looks at the shared counters while a rank works."""
 TOKENS = "tokens"
 """Name of the shared counter of new tokens."""
 
@@ -69,21 +72,33 @@ class ResumableJob:
         starts after a rank has received a stop signal. done: number of items that already have a result. label: text
         of the progress bar. Returns once all ranks have finished, or once another rank has ended.
         """
-        start = time.perf_counter()
+        start = read = time.perf_counter()
+        new: Counter[str] = Counter()
         self.replicas.start_counts()
         hidden = self.is_hidden or self.replicas.rank > 0
         with tqdm(total=self.total, initial=done, desc=label, unit=self.item, disable=hidden) as bar:
 
+            def share_counts() -> None:
+                nonlocal read
+                read = time.perf_counter()
+                if all_tokens := self.replicas.count(TOKENS, new.pop(TOKENS, 0)):
+                    bar.set_postfix_str(f"{all_tokens / (read - start):,.0f} tokens/s", refresh=False)
+                bar.update(self.replicas.count(ITEMS, new.pop(ITEMS, 0)) - bar.n)
+
             def count(tokens: int = 0, items: int = 0) -> None:
-                if all_tokens := self.replicas.count(TOKENS, tokens):
-                    bar.set_postfix_str(f"{all_tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
-                bar.update(self.replicas.count(ITEMS, items) - bar.n)
+                new[TOKENS] += tokens
+                new[ITEMS] += items
+                # Each shared counter is a request to rank 0, and there can be thousands of new tokens per second.
+                if time.perf_counter() - read > COUNT_S:
+                    share_counts()
 
             try:
-                count(0, done if self.replicas.rank == 0 else 0)
+                new[ITEMS] = done if self.replicas.rank == 0 else 0
+                share_counts()
                 share = (units[index] for index in self.replicas.share([load(unit) for unit in units]))
                 work(takewhile(lambda unit: not self.is_stopped(), share), count)
-                self.replicas.meet(self.stop, count)
+                share_counts()
+                self.replicas.meet(self.stop, share_counts)
             except LostRank:
                 self.is_lost = True
 

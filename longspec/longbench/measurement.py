@@ -127,7 +127,7 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
         def finish(number: int, stats: GenerationStats) -> None:
             add(indices[number], answers[number], stats, count)
 
-        listener = Listener(take, finish, job.is_stopped)
+        listener = Listener(take, finish, job.is_stopped, in_blocks=True)
         drafting = checked_drafting(model, drafting_of(plan.options), False)
         kernels = plan.options.attention, plan.options.compile
         answer_all(model, drafting, [_request(model, plan, index) for index in indices], rows, listener, *kernels)

@@ -6,11 +6,12 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 from longspec.version import __version__
 
+BATCHES = 16
+"""Batches that are answered in one call, if a rank has so many prompts."""
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are noted with the text."""
 
@@ -74,24 +77,20 @@ def regenerate(
         return shards.merge() if replicas.rank == 0 else None
 
 
-def _write_shards(writer: Writer, shards: SplitShards, own: Iterable[int], count: Count) -> None:
-    for shard in own:
-        _write_shard(writer, shards, shard, count)
+def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count: Count) -> None:
+    # The last answers of a call leave most rows idle, so that a call has many batches.
+    most = max(1, BATCHES * writer.settings.batch_size // writer.settings.shard_size)
+    while group := {shard: shards.range(shard) for shard in islice(own, most)}:
+        answers = 0
 
+        def progress(tokens: int, finished: int) -> None:
+            nonlocal answers
+            answers += finished
+            count(tokens, finished)
 
-def _write_shard(writer: Writer, shards: SplitShards, shard: int, count: Count) -> None:
-    rows = shards.range(shard)
-    answers = 0
-
-    def progress(tokens: int, finished: int) -> None:
-        nonlocal answers
-        answers += finished
-        count(tokens, finished)
-
-    records, dropped = writer.write_shard(shard, rows, progress)
-    shards.write(shard, records, dropped)
-    # The prompts that were dropped without an answer.
-    count(0, len(rows) - answers)
+        writer.write_shards(group, shards.write, progress)
+        # The prompts that were dropped without an answer.
+        count(0, sum(map(len, group.values())) - answers)
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""The records of a shard: prompts, the target's answers to them, and the reasons to drop some."""
+"""The records of shards: prompts, the target's answers to them, and the reasons to drop some."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +18,15 @@ from longspec.inference.arguments import end_tokens
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling, row_seed
+from longspec.inference.stats import GenerationStats
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
 Progress = Callable[[int, int], None]
 """Called with the number of new tokens and of finished answers since the last call."""
+Done = Callable[[int, list[Record], Counter[str]], object]
+"""Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 
 
 @dataclass
@@ -46,28 +49,47 @@ class Answerer:
         self.batch_size = batch_size
 
     def complete(
-        self, answers: Sequence[Answer], stop_ids: Sequence[int], seed: int, progress: Progress = lambda *_: None
+        self,
+        answers: Sequence[Answer],
+        stop_ids: Sequence[int],
+        progress: Progress = lambda *_: None,
+        finish: Callable[[int], object] = lambda number: None,
+        window: int | None = None,
     ) -> None:
         """Complete the answers in place, each up to and including its first stop id, or up to its limit.
 
-        Answer i has the seed `row_seed(seed, i)`, so on the same kind of device it does not depend on the others.
-        Raises UserError, with the prompt and the position, for logits that are NaN or infinite.
+        A greedy answer, or one with a seed, does not depend on the others on the same kind of device. finish: called
+        with the number of each complete answer. window: see `answer_all`. Raises UserError, with the prompt and the
+        position, for logits that are NaN or infinite.
         """
-        requests = [
-            Request(
-                answer.prompt,
-                answer.max_new_tokens,
-                replace(answer.sampling, seed=row_seed(seed, number)),
-                frozenset(stop_ids),
-            )
-            for number, answer in enumerate(answers)
-        ]
+        stops = frozenset(stop_ids)
+        requests = [Request(answer.prompt, answer.max_new_tokens, answer.sampling, stops) for answer in answers]
 
         def take(number: int, event: Tokens) -> None:
             answers[number].tokens += event.ids
             progress(len(event.ids), 0)
 
-        answer_all(self.model, self.drafting, requests, self.batch_size, Listener(take, lambda *_: progress(0, 1)))
+        def end(number: int, stats: GenerationStats) -> None:
+            progress(0, 1)
+            finish(number)
+
+        listener = Listener(take, end, in_blocks=True)
+        answer_all(self.model, self.drafting, requests, self.batch_size, listener, window=window)
+
+
+@dataclass
+class _Shard:
+    """A shard that is being written."""
+
+    number: int
+    rows: range
+    """The numbers of its prompts."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Number of prompts dropped for each reason."""
+    prompts: list[SourcePrompt] = field(default_factory=list)
+    """Those that are answered."""
+    answers: list[Answer] = field(default_factory=list)
+    """To user turns while the target writes them, then to `prompts`."""
 
 
 TURN_TEMPERATURE = 1.0
@@ -104,47 +126,74 @@ class Writer:
             check_embedded(self.turn_opening, self.vocab_size, tokenizer, "the chat template's opening of a user turn")
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
-    def write_shard(self, shard: int, rows: range, progress: Progress) -> tuple[list[Record], Counter[str]]:
-        """The records of a shard, whose prompts have the numbers `rows`, and how many were dropped for each reason."""
-        dropped: Counter[str] = Counter()
-        if self.files is None:
-            prompts = self._write_turns(shard, rows, dropped, progress)
-        else:
-            rejected: list[str] = []
-            chat_format = self.settings.chat_format
-            prompts = self.files.read(rows.start, rows.stop, self.family, self.tokenizer, chat_format, rejected)
-            if rejected:
-                dropped["prompts: rejected by the chat template"] = len(rejected)
-        return self._answer(shard, prompts, dropped, progress), dropped
+    def write_shards(self, rows: Mapping[int, range], done: Done, progress: Progress) -> None:
+        """Write some shards. rows: the numbers of the prompts of each one.
 
-    def _write_turns(self, shard: int, rows: range, dropped: Counter[str], progress: Progress) -> list[SourcePrompt]:
+        The rows of the batch that one shard leaves idle go to the next one.
+        """
+        shards = [_Shard(number, own) for number, own in rows.items()]
+        if self.files is None:
+            self._write_turns(shards, progress)
+        else:
+            for shard in shards:
+                self._read_prompts(shard, self.files)
+        for shard in shards:
+            self._begin_answers(shard)
+        owners = [shard for shard in shards for _ in shard.answers]
+        left = Counter(shard.number for shard in owners)
+
+        def finish(number: int) -> None:
+            shard = owners[number]
+            left[shard.number] -= 1
+            if not left[shard.number]:
+                done(shard.number, self._records(shard), shard.dropped)
+
+        for shard in shards:
+            if not shard.answers:
+                done(shard.number, [], shard.dropped)
+        answers = [answer for shard in shards for answer in shard.answers]
+        self.answerer.complete(answers, self.stop_ids, progress, finish, self.settings.shard_size)
+
+    def _read_prompts(self, shard: _Shard, files: PromptFiles) -> None:
+        rejected: list[str] = []
+        given = self.family, self.tokenizer, self.settings.chat_format, rejected
+        shard.prompts = files.read(shard.rows.start, shard.rows.stop, *given)
+        if rejected:
+            shard.dropped["prompts: rejected by the chat template"] = len(rejected)
+
+    def _write_turns(self, shards: Sequence[_Shard], progress: Progress) -> None:
         """Prompts whose user turns the target writes."""
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.turn_stop_ids)
         sampling = self.settings.sampling(TURN_TEMPERATURE, penalties)
-        answers = [Answer(self.turn_opening, sampling, self.settings.max_turn_tokens) for _ in rows]
-        seed = shard_seed(self.settings, shard, "turns")
+        for shard in shards:
+            samplings = self._seeded(shard, "turns", [sampling] * len(shard.rows))
+            shard.answers = [Answer(self.turn_opening, own, self.settings.max_turn_tokens) for own in samplings]
+        turns = [answer for shard in shards for answer in shard.answers]
         # Only answers count as finished prompts.
-        self.answerer.complete(answers, self.turn_stop_ids, seed, lambda tokens, finished: progress(tokens, 0))
+        self.answerer.complete(turns, self.turn_stop_ids, lambda tokens, finished: progress(tokens, 0))
+        for shard in shards:
+            shard.prompts = self._turn_prompts(shard)
 
+    def _turn_prompts(self, shard: _Shard) -> list[SourcePrompt]:
+        """The prompts with the user turns of a shard."""
         prompts = []
-        for row, answer in zip(rows, answers, strict=True):
+        for row, answer in zip(shard.rows, shard.answers, strict=True):
             # A user turn without its end is no question; a cut answer is still good training text.
             is_cut_off = answer.tokens[-1] not in self.turn_stop_ids
             reason = "cut off" if is_cut_off else self._defect(answer, self.turn_stop_ids)
             if reason:
-                dropped[f"user turns: {reason}"] += 1
+                shard.dropped[f"user turns: {reason}"] += 1
                 continue
             turns: list[Turn] = [{"role": "user", "content": self._text(answer, self.turn_stop_ids)}]
             text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
             prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
         return prompts
 
-    def _answer(
-        self, shard: int, prompts: list[SourcePrompt], dropped: Counter[str], progress: Progress
-    ) -> list[Record]:
-        """The records of the answers that are kept."""
+    def _begin_answers(self, shard: _Shard) -> None:
+        """Keep the prompts that can be answered."""
+        prompts, dropped = shard.prompts, shard.dropped
         # Every prompt draws a temperature, also one that is dropped, so that draws do not depend on lengths.
-        generator = random.Random(shard_seed(self.settings, shard, "temperatures"))
+        generator = random.Random(shard_seed(self.settings, shard.number, "temperatures"))
         temperatures = [generator.choice(self.settings.temperatures) for _ in prompts]
         token_ids = encode_texts([prompt.text for prompt in prompts], self.tokenizer)
         fitting = [row for row, ids in enumerate(token_ids) if 0 < len(ids) <= self.longest_prompt]
@@ -154,18 +203,26 @@ class Writer:
         dropped["prompts: with a token that has no embedding"] += len(fitting) - len(kept)
 
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.stop_ids)
-        samplings = [self.settings.sampling(temperature, penalties) for temperature in temperatures]
-        answers = [Answer(token_ids[row], samplings[row], self.settings.max_new_tokens) for row in kept]
-        seed = shard_seed(self.settings, shard, "answers")
-        self.answerer.complete(answers, self.stop_ids, seed, progress)
+        samplings = [self.settings.sampling(temperatures[row], penalties) for row in kept]
+        seeded = self._seeded(shard, "answers", samplings)
+        limit = self.settings.max_new_tokens
+        shard.prompts = [prompts[row] for row in kept]
+        shard.answers = [Answer(token_ids[row], own, limit) for row, own in zip(kept, seeded, strict=True)]
 
+    def _seeded(self, shard: _Shard, use: str, samplings: Sequence[Sampling]) -> list[Sampling]:
+        """The settings of a shard's texts with a seed for each."""
+        seed = shard_seed(self.settings, shard.number, use)
+        return [replace(sampling, seed=row_seed(seed, row)) for row, sampling in enumerate(samplings)]
+
+    def _records(self, shard: _Shard) -> list[Record]:
+        """The records of the answers that are kept."""
         records = []
-        for row, answer in zip(kept, answers, strict=True):
+        for prompt, answer in zip(shard.prompts, shard.answers, strict=True):
             if reason := self._defect(answer, self.stop_ids):
-                dropped[f"answers: {reason}"] += 1
+                shard.dropped[f"answers: {reason}"] += 1
                 continue
             record = answered(
-                prompts[row],
+                prompt,
                 self._text(answer, self.stop_ids),
                 temperature=answer.sampling.temperature,
                 finished=answer.tokens[-1] in self.stop_ids,

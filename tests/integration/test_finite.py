@@ -132,8 +132,8 @@ def test_answers_in_batches_name_the_prompt(tmp_path: Path, temperature: float) 
         samplings = (Sampling(), Sampling(temperature))
         answers = [Answer(row.tolist(), own, 6) for row, own in zip((ids[1], ids[0]), samplings, strict=True)][:rows]
         with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
-            Answerer(model, Drafting("vanilla"), 2).complete(answers, [], 0)
+            Answerer(model, Drafting("vanilla"), 2).complete(answers, [])
     with pytest.raises(UserError, match=r"^prompt 0, position 6: .* at temperature 1e-30"):
         model.lm_head = model.lm_head.head
         model.lm_head.weight.data *= 1e12
-        Answerer(model, Drafting("vanilla"), 2).complete([Answer(ids[0].tolist(), Sampling(1e-30), 6)], [], 0)
+        Answerer(model, Drafting("vanilla"), 2).complete([Answer(ids[0].tolist(), Sampling(1e-30), 6)], [])

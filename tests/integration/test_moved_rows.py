@@ -138,16 +138,16 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     moves = []
     move = session.batch.move
 
-    def recorded(a: int, b: int, length: int) -> None:
+    def recorded(a: list[int], b: list[int], length: int) -> None:
         slot_bytes = session.batch.cache.keys[0, 0, :, 0].nbytes
         monkeypatch.setattr(batch_rows, "EXCHANGED_BYTES", 2 * length * slot_bytes)
-        moves.append((a, b, session.worker.rows[b] in session.worker.intake.reading))
+        moves.append((a, b, session.worker.rows[b[0]] in session.worker.intake.reading))
         move(a, b, length)
 
     monkeypatch.setattr(session.batch, "move", recorded)
     short = [Request([1, 2], 10, speculate=False), Request([3] * 20, 30, speculate=False)]
     answers = session.finish([*short, long, late])
-    assert moves[0] == (2, 0, True), "no row in prefill gave way"
+    assert moves[0] == ([2], [0], True), "no row in prefill gave way"
     for request, answer in zip((*short, late), (*answers[:2], answers[3]), strict=True):
         assert ids(answer) == alone(model, request)
     unmoved = Session(model, 1, **settings).finish([long])[0]
@@ -180,7 +180,7 @@ def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path, options: str
             tree = bool(moved_in) if first_tree is None else rounds() >= first_tree
             return impose(batch.plans[-1 if tree else 1])
 
-        def recorded(a: int, b: int, length: int) -> None:
+        def recorded(a: list[int], b: list[int], length: int) -> None:
             moved_in.append(rounds())
             move(a, b, length)
 

@@ -120,7 +120,7 @@ def test_rows_are_refilled_together(model: GlideMixin, head: int) -> None:
         engine, passes = engine_with_log(model, 8, refill)
         engine.batch.sizes, move, waiting = [8], engine.batch.move, []
 
-        def noted(a: int, b: int, length: int, engine: Any = engine, move: Any = move, waiting: Any = waiting) -> None:
+        def noted(a: Any, b: Any, length: int, engine: Any = engine, move: Any = move, waiting: Any = waiting) -> None:
             waiting.append(len(engine.waiting))
             move(a, b, length)
 
@@ -165,3 +165,37 @@ def test_a_client_may_end_all_requests(model: GlideMixin) -> None:
     assert seen == [0] * 50, "what has begun goes on"
     with pytest.raises(UserError, match=r"^prompt: empty"):
         answer_all(model, VANILLA, [Request([], 5)], 1, Listener(print))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tokens_in_blocks_are_those_of_single_rounds(model: GlideMixin, ahead: int) -> None:
+    """Rows end at stop tokens and limits, move together, and go to other requests; answers are longer than a block. A
+    request that is cancelled has the tokens of all rounds before."""
+    requests = [
+        Request(
+            [1 + number % 5] * (3 + number), 5 + 41 * (number % 5), stop_ids=frozenset({6} if number % 2 else {0, 5})
+        )
+        for number in range(11)
+    ]
+    cancelled = Request([2, 4, 1], 2000)
+    answers: list[list[list[Event]]] = []
+    for in_blocks in (False, True):
+        settings = EngineSettings(VANILLA, 4, memory=2**27, details=False, refill=2, in_blocks=in_blocks)
+        engine = RequestEngine(model, settings)
+        engine.batch.sizes, engine.worker.ahead = [1, 2, 4], ahead
+        engine.add(cancelled, (own := []).append)
+        ticket = engine.waiting[0]
+        answers.append([own, *(add(engine, request) for request in requests)])
+        for _ in range(100):
+            engine.step()
+        engine.cancel(ticket)
+        while engine.step():
+            pass
+    single, blocks = answers
+    assert [ids(events) for events in blocks] == [ids(events) for events in single]
+    assert max(len(events) for events in blocks) < 12 and max(len(events) for events in single) > 90
+    expected = target_greedy(model, torch.tensor(cancelled.prompt), 100)
+    assert ids(blocks[0])[:90] == expected[:90]
+    assert [events[-1].reason for events in blocks if isinstance(events[-1], Finished)] == [
+        events[-1].reason for events in single if isinstance(events[-1], Finished)
+    ]

@@ -303,7 +303,7 @@ def test_moved_rows_exchange_the_states_of_their_drafts(tmp_path: Path) -> None:
     states = batch.drafter.row_states()
     for state in states:
         state[0], state[1] = 1.0, 2.0
-    batch.move(1, 0, 4)
+    batch.move([1], [0], 4)
     assert states and all((state[0] == 2).all() and (state[1] == 1).all() for state in states)
 
 

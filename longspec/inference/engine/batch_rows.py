@@ -18,7 +18,7 @@ from longspec.inference.runner import Runner
 from longspec.kernels.shared.device import upload
 
 EXCHANGED_BYTES = 2**26
-"""Most bytes that an exchange of two rows copies at a time, unless a single layer has more."""
+"""Most bytes of each side that an exchange of rows copies at a time, unless a single layer has more."""
 
 
 class BatchRows:
@@ -96,24 +96,24 @@ class BatchRows:
             store[:, row, :, :length] = store[:, source, :, :length]
 
     @repeated
-    def move(self, a: int, b: int, length: int) -> None:
-        """Move row a, which runs, to row b, which does not run and goes to row a. length: tokens of the longer one."""
+    def move(self, a: Sequence[int], b: Sequence[int], length: int) -> None:
+        """Move each of rows a, which run, to that of rows b, which do not run and go to rows a. length: tokens of the
+        longest one."""
         cache, settings = self.cache, self.settings
+        both = upload(torch.tensor([[*a, *b], [*b, *a]]), self.device)
         for store in (cache.keys, cache.values):
             used = store[:, :, :, :length]
-            # Few layers at a time, because an exchange copies one side.
-            for layers in used.split(max(1, EXCHANGED_BYTES // used[0, 0].nbytes)):
-                _exchange(layers[:, a], layers[:, b])
-        for state in self.drafter.row_states():
-            _exchange(state[a], state[b])  # a draft that reads layers is fed while a prompt is read
-        _exchange(settings.numbers[:, a], settings.numbers[:, b])
+            # Few layers at a time, because an exchange copies both sides.
+            for layers in used.split(max(1, EXCHANGED_BYTES // (len(a) * used[0, 0].nbytes))):
+                _exchange(layers, 1, both)
+        _exchange(settings.numbers, 1, both)
         states = (cache.lengths, cache.newest_hidden, cache.faults, self.root, self.active, self.speculates)
         texts = [] if settings.penalties is None else settings.penalties.tensors
-        for state in (*states, settings.greedy, *texts):
-            _exchange(state[a], state[b])
+        # A draft that reads layers is fed while a prompt is read.
+        for state in (*self.drafter.row_states(), *states, settings.greedy, *texts):
+            _exchange(state, 0, both)
 
 
-def _exchange(x: Tensor, y: Tensor) -> None:
-    old = x.clone()
-    x.copy_(y)
-    y.copy_(old)
+def _exchange(x: Tensor, dim: int, rows: Tensor) -> None:
+    """Put rows[0] of x in the places of rows[1]. rows: LongTensor [2, n]."""
+    x.index_copy_(dim, rows[1], x.index_select(dim, rows[0]))

@@ -19,7 +19,7 @@ from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
 from longspec.inference.engine.requests import Counts, Event, PromptScores, Ticket
 from longspec.inference.engine.round_record import TokenScore
-from longspec.inference.engine.rows import Row, Rows, Running, common_prefix
+from longspec.inference.engine.rows import Row, Rows, Running
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Intake:
 
     def is_due(self) -> bool:
         """Whether enough rows are idle for the next requests."""
-        return bool(self.reading) or len(self.rows.idle) >= self.refill or not self.rows.running()
+        return bool(self.reading) or len(self.rows.idle) >= self.refill
 
     def drop(self, row: Row) -> None:
         """Forget a row whose request has ended."""
@@ -142,8 +142,11 @@ class Intake:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
         if self.batch.drafter.layer_inputs:
             return False
-        unread = [(row.job.prompt, len(row.tokens)) for row in self.reading if row.job is not None]
-        return any(common_prefix(prompt, other) - start >= LEAST_SHARED for other, start in unread)
+        ends = [(row.job.prompt, len(row.tokens) + LEAST_SHARED) for row in self.reading if row.job is not None]
+        return any(
+            min(len(prompt), len(other)) >= end and prompt[:end].tobytes() == other[:end].tobytes()
+            for other, end in ends
+        )
 
     def _give_row(self, ticket: Ticket, prompt: np.ndarray) -> Row:
         """Give a row to a request, and the prefix that some row shares with it."""

@@ -75,6 +75,9 @@ class EngineSettings:
     together: bool = False
     """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
     Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
+    in_blocks: bool = False
+    """Whether events may bring the tokens of many rounds of method "vanilla" at once. The host then has nothing to do
+    for a row until its answer ends. Not with `details`."""
 
 
 class RequestEngine:
@@ -86,7 +89,7 @@ class RequestEngine:
         self.settings = settings
         self.batch = repeat_calls(_build, model, {"settings": settings})
         chunk = None if settings.together else settings.prefill_chunk
-        self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows))
+        self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
         self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.waiting: deque[Ticket] = deque()
@@ -118,15 +121,11 @@ class RequestEngine:
     def cancel(self, ticket: Ticket) -> None:
         """End a request before its next round; one that has finished stays as it is."""
         ticket.cancelled = True
+        self.worker.has_unwanted = True
 
     def step(self) -> bool:
         """Read a chunk of prompts, then play a round. Returns whether requests are left."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            # Clients that have gone must not hold places in the queue.
-            # A copy, because the scheduler's clients add requests meanwhile.
-            for ticket in [ticket for ticket in list(self.waiting) if ticket.cancelled]:
-                self.waiting.remove(ticket)
-                self.worker.refuse(ticket, "cancelled")
             self.worker.step(self.waiting, self._deliver)
         return bool(self.open)
 
@@ -163,6 +162,7 @@ class RequestEngine:
             except Exception as error:  # it is the client's code
                 logger.exception("on_event failed")
                 ticket.failure = f"on_event failed: {first_line(error)}"
+                self.worker.has_unwanted = True
             if isinstance(event, Finished):
                 ticket.done = True
                 self.open.remove(ticket)

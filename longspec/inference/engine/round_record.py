@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,9 +133,9 @@ class Flight:
         self._trace = Download(result.trace) if traced and result.trace is not None else None
         self._scores = None if result.scores is None else Download(result.scores)
 
-    def rows(self) -> list[RowRound]:
-        """The part of each row. The host waits for the round here and nowhere else."""
-        return [RowRound.read(line, self.width, self.report) for line in self._lines.tolist()]
+    def lines(self) -> np.ndarray:
+        """`RoundResult.lines`. The host waits for the round here and nowhere else."""
+        return self._lines.numpy()
 
     def traces(self) -> list[list[int]] | None:
         """The trace of each row; None unless it is read."""

@@ -46,6 +46,8 @@ class Running:
 @dataclass(eq=False)
 class Row:
     number: int
+    index: int
+    """Stays when the row's number changes."""
     tokens: array[int] = field(default_factory=lambda: array("q"))
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
@@ -59,18 +61,13 @@ class Row:
         """Number of prompt tokens that were not read."""
         return 0 if self.job is None else len(self.job.prompt) - len(self.tokens)
 
-    @property
-    def missing(self) -> int:
-        """Number of tokens that the answer lacks to its limit."""
-        return 0 if self.job is None else self.job.ticket.request.max_new_tokens - self.job.new_tokens
-
 
 class Rows:
     """All rows, by number."""
 
     def __init__(self, count: int, least_shared: int | None = 1) -> None:
         """least_shared: tokens of a prefix from which on a request reuses those that a row holds; None for never."""
-        self._rows = [Row(number) for number in range(count)]
+        self._rows = [Row(number, number) for number in range(count)]
         self._least_shared = least_shared
         self.idle = deque(self._rows)
         """Rows without a request, the one that was unused for the longest time first."""
@@ -78,6 +75,10 @@ class Rows:
 
     def __getitem__(self, number: int) -> Row:
         return self._rows[number]
+
+    @property
+    def all_idle(self) -> bool:
+        return len(self.idle) == len(self._rows)
 
     def busy(self) -> list[Row]:
         """Rows that hold a request."""

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,8 +73,12 @@ class Download:
         if self._arrival is not None:
             self._arrival.record()
 
-    def tolist(self) -> list[Any]:
-        """The values of x as nested lists. Waits for the work before the copy, and for no other."""
+    def numpy(self) -> np.ndarray:
+        """The values of x. Waits for the work before the copy, and for no other."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._copy.tolist()
+        return self._copy.numpy()
+
+    def tolist(self) -> list[Any]:
+        """The same as nested lists."""
+        return self.numpy().tolist()
