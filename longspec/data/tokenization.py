@@ -16,6 +16,7 @@ from longspec.errors import UserError, first_line
 from longspec.extras import extra
 
 with extra("train"):
+    import multiprocess
     from datasets import Dataset, Features, Value
     from datasets import Sequence as ListOf
     from datasets.fingerprint import Hasher
@@ -95,8 +96,11 @@ class Tokenize:
         workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
 
         def build(folder: str) -> None:
+            global _forked
+            forks = workers > 1 and multiprocess.get_start_method() == "fork"
+            _forked = self
             index.map(
-                self,
+                _tokenize_forked if forks else self,
                 batched=True,
                 batch_size=LINES_PER_BATCH,
                 remove_columns=index.column_names,
@@ -179,6 +183,15 @@ class Tokenize:
             return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
         return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
+
+
+_forked: Tokenize | None = None
+"""What forked processes run. To pickle a tokenizer of 150,000 tokens for each of them takes seconds."""
+
+
+def _tokenize_forked(index: dict[str, list]) -> dict[str, list]:
+    assert _forked is not None
+    return _forked(index)
 
 
 def _apply_aligners(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:
