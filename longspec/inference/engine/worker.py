@@ -14,7 +14,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import fault_message
 from longspec.inference.engine.backlog import Backlog
-from longspec.inference.engine.batch import Batch, Mode
+from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.intake import LEAST_SHARED, Intake, Outcome
 from longspec.inference.engine.requests import (
     Counts,
@@ -28,28 +28,11 @@ from longspec.inference.engine.requests import (
     Tree,
     round_origins,
 )
+from longspec.inference.engine.roster import Roster
 from longspec.inference.engine.round_record import Flight, RowRound, TokenScore
 from longspec.inference.engine.rows import Row, Rows
 
 logger = logging.getLogger(__name__)
-
-
-class Roster(NamedTuple):
-    """The running rows, and what their rounds have in common. It stays the same until a row starts, ends or moves."""
-
-    rows: list[Row]
-    numbers: np.ndarray
-    """int64 [n]: those of the rows."""
-    indices: np.ndarray
-    """int64 [n]: their `Row.index`."""
-    last_used: list[int]
-    """Those of the rows, which change when their requests end."""
-    size: int
-    """Rows of a round that covers them."""
-    mode: Mode
-    """Without the plan of method "auto"."""
-    traced: bool
-    """Whether any request asks for trees."""
 
 
 class Launch(NamedTuple):
@@ -199,24 +182,7 @@ class Worker:
             # Rounds run over the first rows, so one running row with a high number would make them as large as the
             # batch.
             self._move_together(running, batch.size_for(len(running)))
-        requests = [row.job.ticket.request for row in running if row.job is not None]
-        mode = Mode(
-            batch.depth > 0 and any(request.speculate for request in requests),
-            batch.kind_of([request.sampling for request in requests]),
-            None,
-            batch.details,
-            any(request.alternatives for request in requests),
-        )
-        numbers = np.array([row.number for row in running], dtype=np.int64)
-        return Roster(
-            running,
-            numbers,
-            np.array([row.index for row in running], dtype=np.int64),
-            [row.last_used for row in running],
-            batch.size_for(int(numbers.max(initial=0)) + 1),
-            mode,
-            any(request.trace for request in requests),
-        )
+        return Roster.of(running, batch)
 
     def _launch(self, roster: Roster) -> Launch:
         """Launch a round of the running rows."""
