@@ -203,8 +203,8 @@ def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, branches:
     check_exact(p, depth, [(1.0, lambda sampler: emitted(proposal, p, sampler))])
 
 
-class LanguageChain:
-    """A ChainModel that says what a language says."""
+class LanguageModel:
+    """A draft that says what a language says."""
 
     reads_hidden = False
     layer_inputs = ()
@@ -215,14 +215,18 @@ class LanguageChain:
         self.language = language
         self.prefix: Tokens = ()
 
+    def feature(self, cache: object) -> None: ...
+
+
+class LanguageChain(LanguageModel):
+    """A ChainModel."""
+
     def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
 
     def row_states(self) -> list[Tensor]:
         return []
-
-    def feature(self, cache: object) -> None: ...
 
     def next_logits(self, tokens: Tensor, step: int, cache: object, feature: None) -> Tensor:
         self.prefix = (*self.prefix[: step - 1], int(tokens)) if step else ()
@@ -242,19 +246,10 @@ def test_a_sampled_chain_is_exact(gamma: int, seed: int) -> None:
     check_exact(p, gamma, [(1.0, run)])
 
 
-class LanguageDraft:
-    """In place of the tree drafter's GLIDE draft: says what a language says, after at most one token."""
+class LanguageDraft(LanguageModel):
+    """In place of the tree drafter's GLIDE draft, after at most one token."""
 
-    reads_hidden = False
-    layer_inputs = ()
-    ids = None
-    columns = VOCAB
-
-    def __init__(self, language: RandomLanguage) -> None:
-        self.language = language
-        self.start = self.feed = None
-
-    def feature(self, cache: object) -> None: ...
+    start = feed = None
 
     def level(self, level: Level, *_: object) -> Tensor:
         known = [self.language((token,) if level.depth else ()).log() for token in range(VOCAB)]
