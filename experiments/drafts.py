@@ -99,12 +99,8 @@ def arm_folder(root: Path, name: str, seed: int) -> Path:
     return root / "arms" / f"{name}-{seed}"
 
 
-def run_arm(settings: Any, comparison: Comparison, root: Path, name: str, seed: int) -> None:
-    """Train and measure an arm with a seed, unless it is finished. The first one also measures the baselines."""
-    from longspec.pipeline.cells import read_samples
-    from longspec.pipeline.evaluation import evaluate, evaluation_folder
-    from longspec.pipeline.files import settings_file, write_atomically
-    from longspec.pipeline.settings import settings_yaml
+def train_arm(settings: Any, comparison: Comparison, root: Path, name: str, seed: int) -> None:
+    """Train an arm with a seed, unless it is finished."""
     from longspec.pipeline.training import train
 
     folder = arm_folder(root, name, seed)
@@ -114,26 +110,41 @@ def run_arm(settings: Any, comparison: Comparison, root: Path, name: str, seed: 
         if not (folder / part).exists():
             (folder / part).symlink_to((root / part).absolute())
     own = arm_settings(settings, comparison, name, seed, equal_steps(settings, comparison, root, name, seed))
-    write_atomically(settings_file(folder), settings_yaml(own))
     for stage in own.training.stages:
         train(stage, own, folder)
 
+
+def measure_arm(settings: Any, comparison: Comparison, root: Path, name: str, seed: int) -> None:
+    """Measure an arm with a seed, unless it is measured. The first one also measures the baselines."""
+    from longspec.pipeline.cells import read_samples
+    from longspec.pipeline.evaluation import evaluate, evaluation_folder
+    from longspec.pipeline.files import settings_file, write_atomically
+    from longspec.pipeline.settings import settings_yaml
+
+    folder, own = arm_folder(root, name, seed), arm_settings(settings, comparison, name, seed)
+
+    def measure(methods: list[Any]) -> None:
+        changed = replace(own, evaluation=replace(own.evaluation, methods=methods))
+        write_atomically(settings_file(folder), settings_yaml(changed))  # the processes on the GPUs read it
+        evaluate(changed, folder)
+
     shared = root / BASELINES
     if not shared.exists():
-        evaluate(replace(own, evaluation=replace(own.evaluation, methods=comparison.baselines)), folder)
+        measure(comparison.baselines)
         names = {method.name for method in comparison.baselines}
         lines = [line for line in read_samples(evaluation_folder(folder)) if line["method"] in names]
         write_atomically(shared, "".join(json.dumps(line) + "\n" for line in lines))
     copy = evaluation_folder(folder) / BASELINES
     if not copy.exists():
         write_atomically(copy, shared.read_text())
-    evaluate(own, folder)
+    measure(comparison.methods)
 
 
 def equal_steps(settings: Any, comparison: Comparison, root: Path, name: str, seed: int) -> list[int]:
     """Steps of each stage in which the arm `like` takes the seconds of `seconds_of`; empty for an arm without them.
 
-    Raises UserError if these arms are not trained yet.
+    All seeds have those of the lowest seed that is trained: speed does not depend on the seed, and so the other runs
+    may share a GPU. Raises UserError if these arms are not trained yet.
     """
     from longspec.pipeline.training import run_folder, stage_row
 
@@ -141,15 +152,15 @@ def equal_steps(settings: Any, comparison: Comparison, root: Path, name: str, se
     if arm.like is None or arm.seconds_of is None:
         return []
     steps = []
-    for stage in settings.training.stages:
+    for stage, planned in settings.training.stages.items():
         seconds = []
         for other in (arm.like, arm.seconds_of):
-            own = arm_settings(settings, comparison, other, seed)
-            folder = run_folder(arm_folder(root, other, seed), seed) / stage
-            if (row := stage_row(folder, own.training.stages[stage])) is None:
+            folders = [run_folder(arm_folder(root, other, run), run) / stage for run in range(seed + 1)]
+            rows = [row for folder in folders if (row := stage_row(folder, planned))]
+            if not rows:
                 raise UserError(f"--arms {name}: arm {other} is not trained with seed {seed}; train it first")
-            seconds.append(row["seconds per step"])
-        steps.append(max(1, round(settings.training.stages[stage].steps * seconds[1] / seconds[0])))
+            seconds.append(rows[0]["seconds per step"])
+        steps.append(max(1, round(planned.steps * seconds[1] / seconds[0])))
     return steps
 
 
@@ -188,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for seed in options.seeds:
             for name in chosen:
                 print(f"arm {name}, seed {seed}", flush=True)
-                run_arm(settings, comparison, root, name, seed)
+                train_arm(settings, comparison, root, name, seed)
+                measure_arm(settings, comparison, root, name, seed)
         command = shlex.join(["python", "-m", "experiments.drafts", *(sys.argv[1:] if argv is None else argv)])
         print(f"report: {write_results(settings, comparison, root, command)}")
 

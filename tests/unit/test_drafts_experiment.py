@@ -7,10 +7,12 @@ from typing import Any
 import pandas
 import pytest
 
-from experiments.drafts import arm_folder, arm_settings, equal_steps, read_comparison
+from experiments.drafts import BASELINES, arm_folder, arm_settings, equal_steps, measure_arm, read_comparison
 from experiments.drafts_page import acceptance_table, lookup_rounds, over_runs
 from longspec.errors import UserError
-from longspec.pipeline import training
+from longspec.pipeline import evaluation, training
+from longspec.pipeline.evaluation import evaluation_folder
+from longspec.pipeline.files import read_jsonl, write_atomically
 from longspec.pipeline.settings import Settings, load_settings
 from longspec.train.config import load_config
 
@@ -48,20 +50,41 @@ def test_every_arm_trains_the_draft_that_it_names(name: str, tmp_path: Path, mon
 
 
 def test_an_arm_of_equal_time_has_fewer_steps(tmp_path: Path) -> None:
-    """Its steps take the seconds of another arm, at the speed of the arm that it is like."""
+    """Its steps take the seconds of another arm, at the speeds of the lowest seed."""
     settings = load("smollm2", "training.stages.stage1.steps=90", "training.stages.stage2.steps=30")
     comparison = read_comparison(settings)
     with pytest.raises(UserError, match="arm eagle3 is not trained with seed 1; train it first"):
         equal_steps(settings, comparison, tmp_path, "eagle3-equal-time", 1)
-    for arm, seconds in (("glide-last", 0.1), ("eagle3", 0.3)):
+    for seed, arm, seconds in ((0, "glide-last", 0.1), (0, "eagle3", 0.3), (1, "glide-last", 0.2), (1, "eagle3", 0.3)):
         for stage, steps in (("stage1", 90), ("stage2", 30)):
-            folder = training.run_folder(arm_folder(tmp_path, arm, 1), 1) / stage
+            folder = training.run_folder(arm_folder(tmp_path, arm, seed), seed) / stage
             (folder / training.CHECKPOINT).mkdir(parents=True)
             (folder / "metrics.jsonl").write_text(json.dumps({"step": steps, "seconds": seconds}) + "\n")
     steps = equal_steps(settings, comparison, tmp_path, "eagle3-equal-time", 1)
     assert steps == [30, 10] and equal_steps(settings, comparison, tmp_path, "eagle3", 1) == []
     stages = arm_settings(settings, comparison, "eagle3-equal-time", 1, steps).training.stages
     assert [stage.steps for stage in stages.values()] == steps and stages["stage1"].micro_batch == 8
+
+
+def test_the_processes_on_gpus_measure_the_baselines_before_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read the settings in the arm's folder. An arm that is measured later only gets a copy."""
+    settings, measured = load("smollm2"), []
+    comparison = read_comparison(settings)
+
+    def evaluate(_: Any, folder: Path) -> None:
+        names = [method.name for method in load_settings(folder / "settings.yaml").evaluation.methods]
+        measured.append(names)
+        write_atomically(evaluation_folder(folder) / "samples-0.jsonl", json.dumps({"method": names[0]}) + "\n")
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    for arm in ("glide-last", "eagle3"):
+        measure_arm(settings, comparison, tmp_path, arm, 0)
+        copy = evaluation_folder(arm_folder(tmp_path, arm, 0)) / BASELINES
+        assert [line["method"] for line in read_jsonl(copy)] == ["vanilla"]
+    own = [method.name for method in comparison.methods]
+    assert measured == [["vanilla", "lookup"], own, own]
 
 
 def test_wrong_arms_are_named() -> None:
