@@ -89,8 +89,12 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     return NoDraft()
 
 
+def uses_draft(drafting: Drafting) -> bool:
+    """Whether the method drafts with the pair's draft."""
+    return drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
+
+
 def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
     """Length of the vocabulary list of the draft that the method uses; None without one."""
-    uses_draft = drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
     vocabulary = model.draft_model.vocabulary
-    return len(vocabulary) if uses_draft and vocabulary is not None else None
+    return len(vocabulary) if uses_draft(drafting) and vocabulary is not None else None

@@ -127,10 +127,13 @@ class Eagle3Draft(Draft):
         own = {"lm_head.weight": torch.Size((listed or self.vocab_size, width))}
         if EMBEDDING in weights or self.has_own_width:
             own[EMBEDDING] = torch.Size((self.vocab_size, width))
-        return super().shapes(weights, listed) | own
+        # The draft that these weights replace may have had an embedding.
+        current = super().shapes(weights, listed)
+        return {name: shape for name, shape in current.items() if name != EMBEDDING} | own
 
     def load(self, weights: Mapping[str, Tensor], tokens: Tensor | None, target: Any) -> None:
         theirs, own = target.model.embed_tokens.weight, weights.get(EMBEDDING)
+        self.embed_tokens = None
         if own is not None and torch.equal(own.to(theirs.device, theirs.dtype), theirs):
             weights = {name: weight for name, weight in weights.items() if name != EMBEDDING}
         elif own is not None:

@@ -8,6 +8,7 @@ remains an ordinary transformers model.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -78,10 +79,12 @@ class LayerInputs:
 
     @contextmanager
     def recorded(self, layers: Any) -> Iterator[None]:
-        """Context in which the modules `layers` of a target show their inputs."""
+        """Context in which the modules `layers` of a target show their inputs in passes of this thread."""
+        thread = get_ident()  # other threads may run the same modules
 
         def see(number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self.see(number, inputs[0].clone())
+            if get_ident() == thread:
+                self.see(number, inputs[0].clone())
 
         hooks = [layers[number].register_forward_pre_hook(partial(see, number)) for number in self.layers]
         try:

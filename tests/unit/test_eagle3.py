@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from longspec.errors import UserError
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine.admission import ROUND_BYTES
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.engine.static_batch import StaticBatch
@@ -33,6 +35,7 @@ from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.eagle3 import Eagle3Draft
 from longspec.models.eagle3_options import Eagle3Options
 from longspec.models.glide import GlideMixin
+from longspec.models.target_attention import LayerInputs
 
 HIDDEN, VOCAB, LISTED, HEADS, KV_HEADS, WIDTH = 32, 61, 40, 4, 2, 40
 EPS = 1e-5
@@ -307,6 +310,20 @@ def test_moved_rows_exchange_the_states_of_their_drafts(tmp_path: Path) -> None:
     assert states and all((state[0] == 2).all() and (state[1] == 1).all() for state in states)
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_the_memory_of_a_batch_counts_the_drafts_own_cache(tmp_path: Path, window: int | None) -> None:
+    """With and without a known longest text, the batch's caches and rounds stay within the given memory."""
+    model = published_pair(tmp_path)
+    model.draft_model.window = window or model.draft_model.window
+    memory = 2**24
+    for longest in (None, 4000):
+        batch = RequestEngine(model, EngineSettings(Drafting("tree"), 8, memory, longest)).batch
+        draft, target = batch.drafter.row_states(), [*batch.cache.keys, *batch.cache.values]
+        taken = sum(state.nbytes for state in [*draft, *target])
+        taken += len(batch.cache.lengths) * batch.drafter.nodes * VOCAB * ROUND_BYTES
+        assert 0.4 * memory < taken <= memory
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 16])
 @torch.no_grad()
@@ -355,6 +372,24 @@ def test_files_of_the_speculators_library_load(tmp_path: Path, copied: bool) -> 
     assert generate(model, [prompt.tolist()], max_new_tokens=8).new_tokens[0].tolist() == target_greedy(
         model, prompt, 8
     )
+    model.load_draft_state(published_weights(), "a draft with the target's embedding")
+    assert model.draft_model.embed_tokens is None
+
+
+def test_a_thread_records_the_inputs_of_its_own_passes() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    mine, theirs = LayerInputs([0]), LayerInputs([0])
+
+    def run_theirs() -> None:
+        with theirs.recorded(layers):
+            layers[0](torch.ones(1, 2))
+
+    with mine.recorded(layers):
+        layers[0](torch.zeros(1, 2))
+        thread = Thread(target=run_theirs)
+        thread.start()
+        thread.join()
+    assert mine.kept[0].sum() == 0 and theirs.kept[0].sum() == 2
 
 
 def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ class DraftDecoder:
         """Number of columns C of the logits, at most V."""
         return self.runner.config.vocab_size if self.ids is None else self.ids.shape[1]
 
+    def state_bytes(self, longest: int) -> tuple[int, int]:
+        """Size of what `reserve` allocates, as far as it counts next to the target's KV cache: bytes per row, and bytes
+        per row and position. longest: most tokens of a text."""
+        return 0, 0
+
     def reserve(self, capacity: int) -> None:
         """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
 

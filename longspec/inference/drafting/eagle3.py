@@ -45,6 +45,10 @@ class Eagle3Decoder(DraftDecoder):
         """Whether the cache has room for the whole text."""
         self.rope: Rope = (torch.empty(0), torch.empty(0))
 
+    def state_bytes(self, longest: int) -> tuple[int, int]:
+        slot = 2 * self.cache.keys[0, :, 0].numel() * self.runner.dtype.itemsize
+        return (0, slot) if self.draft.window >= longest else (slot * (self.draft.window + self.nodes), 0)
+
     def reserve(self, capacity: int) -> None:
         if len(self.rope[0]) < capacity:
             self.grows = self.draft.window >= capacity

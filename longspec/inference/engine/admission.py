@@ -28,28 +28,31 @@ def row_capacity(
     nodes: int,
     memory: int,
     fixed: int,
-    longest: int | None = None,
+    longest: int,
+    draft: tuple[int, int],
 ) -> int:
     """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
 
-    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; longest: None
-    for the target's whole context. Raises UserError if the memory does not even suffice for one step of the cache's
-    size.
+    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; draft: see
+    `DraftDecoder.state_bytes`. Raises UserError if the memory does not even suffice for one step of the cache's size.
     """
-    slots = ((memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES) // slot_bytes(config, dtype)
+    slots = (memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES - draft[0]
+    slots //= slot_bytes(config, dtype) + draft[1]
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
             f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
-    return min(slots, slots_for(position_limit(config) if longest is None else longest, nodes - 1, nodes))
+    return min(slots, slots_for(longest, nodes - 1, nodes))
 
 
-def fitting_rows(config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int) -> int:
-    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes as in `row_capacity`."""
-    row = slots_for(longest, nodes - 1, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * ROUND_BYTES
-    return max(1, memory // row)
+def fitting_rows(
+    config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int, draft: tuple[int, int]
+) -> int:
+    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes, draft as in `row_capacity`."""
+    row = slots_for(longest, nodes - 1, nodes) * (slot_bytes(config, dtype) + draft[1])
+    return max(1, memory // (row + draft[0] + nodes * config.vocab_size * ROUND_BYTES))
 
 
 def slots_for(room: int, depth: int, nodes: int) -> int:

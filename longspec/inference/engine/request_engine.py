@@ -16,6 +16,7 @@ import torch
 from longspec.errors import UserError, first_line
 from longspec.inference import engine_pool
 from longspec.inference.device import free_bytes
+from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.admission import (
@@ -33,7 +34,7 @@ from longspec.inference.engine.rounds import kernel_key
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.memory import row_bytes
-from longspec.inference.methods import Drafting, list_length
+from longspec.inference.methods import Drafting, list_length, uses_draft
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
@@ -212,9 +213,11 @@ def _fit(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
     most = settings.max_rows if _shares(drafter) else 1
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
     fixed += chunk_bytes(config, dtype, settings.prefill_chunk)
+    room = position_limit(config) if longest is None else longest
+    draft = new_decoder(runner, 1, drafter.nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
 
     def fitting(memory: int) -> int:
-        return most if longest is None else fitting_rows(config, dtype, longest, drafter.nodes, memory - fixed)
+        return most if longest is None else fitting_rows(config, dtype, room, drafter.nodes, memory - fixed, draft)
 
     memory = settings.memory or _free_memory(runner)
     if longest is None or fitting(memory) < most:
@@ -223,7 +226,7 @@ def _fit(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
             torch.cuda.empty_cache()
         memory = settings.memory or _free_memory(runner)
     rows = min(most, fitting(memory))
-    capacity = row_capacity(config, dtype, rows, drafter.nodes, memory, fixed, longest)
+    capacity = row_capacity(config, dtype, rows, drafter.nodes, memory, fixed, room, draft)
     pooled = None if kind is None else _pooled(runner, settings, kind, drafter)
     return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
 
