@@ -40,6 +40,8 @@ LONG_UNITS = 2**27 / 2**30 / 80
 """The same for a single long row and the memory that the weights leave."""
 PROBES, PROBE_STEPS = 20, 160
 """Maximum number of layers to try, and steps of each."""
+PROBE_TIME = 0.3
+"""Largest part of the time for probes. A shorter run goes without, and reads the layer at three fifths of the depth."""
 PROBE_SHARE, DRAFT_BYTES = 0.3, 220
 """Part of the GPU's memory for the drafts of a probe, and bytes of one of them per squared hidden unit."""
 MARGIN = 556
@@ -64,6 +66,8 @@ def chosen_settings(
     base = _for_target(target, machine, contexts, text, own)
     base.hours, base.contexts = hours, contexts
     base = evaluation_of(draft, base) if draft else base
+    if estimate(base, target, machine).seconds.get("probes", 0) > PROBE_TIME * 3600 * hours:
+        base.probes = {}
 
     def seconds_saved(factor: float) -> float:
         return -estimate(_scaled(base, factor), target, machine).total

@@ -82,6 +82,11 @@ def test_probes_try_every_layer_of_the_upper_part() -> None:
     assert 4 < len(wide.candidates) < 9, "the drafts of a wide target fill the memory"
 
 
+def test_a_short_run_trains_in_place_of_probes() -> None:
+    settings = chosen_settings(TARGETS["135m"], H100, 0.15, 32768)
+    assert not settings.probes and settings.training.stages["stage1"].steps > 200
+
+
 def test_the_users_prompts_are_trained_on_and_measured() -> None:
     settings = chosen_settings(QWEN, H100, 0.5, 32768, ["own.jsonl"], 90)
     assert settings.prompts.train["own"] == 90 and "own" in settings.answers["short"].prompts
