@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from torch import Tensor
@@ -32,6 +33,14 @@ class Backend(ABC):
 
     def __init__(self, attention: DecodingAttention) -> None:
         self.attention = attention
+
+    @staticmethod
+    def compiling_only() -> AbstractContextManager[None]:
+        """While this is open, calls compile the kernels that they need, many at a time, and launch none.
+
+        Results are undefined, but valid as indices. A backend without such kernels computes as usual.
+        """
+        return nullcontext()
 
     # Layers
 

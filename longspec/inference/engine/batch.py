@@ -14,7 +14,7 @@ from longspec.inference.cache import Fault
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter, DraftState
 from longspec.inference.engine.batch_rows import BatchRows
-from longspec.inference.engine.capture import CapturedRound, warm_up
+from longspec.inference.engine.capture import CapturedRound, compile_ahead, warm_up
 from longspec.inference.engine.modes import KINDS, Mode, SelectiveDrafter, new_drafter
 from longspec.inference.engine.prefill import DraftStarter, PromptReader
 from longspec.inference.engine.round_record import RoundResult, scores
@@ -106,13 +106,14 @@ class Batch(BatchRows):
             self._make_room_for_penalties([usual])
             penalties = self.kind_of([usual]).penalties
             kinds = tuple(kind._replace(penalties=penalties) for kind in kinds[:-1])
+        modes = []
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             for kind in kinds:
-                for plan in reversed(self.plans or (None,)):
-                    if self.depth:
-                        self.rounds(Mode(True, kind, plan, self.details), size)
+                if self.depth:
+                    modes += [(Mode(True, kind, plan, self.details), size) for plan in reversed(self.plans or (None,))]
                 if self.details or not self.depth:
-                    self.rounds(Mode(False, kind, None, self.details), size)
+                    modes.append((Mode(False, kind, None, self.details), size))
+        self.prepare(modes)
 
     @repeated
     def measure(self) -> None:
@@ -149,25 +150,33 @@ class Batch(BatchRows):
         key = cache_key(state.kind._replace(drafting=drafter.kind), self.plans, self.runner.config, room)
 
         def measure() -> RoundTimes:
-            rounds = {plan: self.rounds(Mode(True, kind, plan, self.details), size) for plan in self.plans}
+            modes = {plan: Mode(True, kind, plan, self.details) for plan in self.plans}
+            self.prepare([(mode, size) for mode in modes.values()])
+            rounds = {plan: self.rounds(mode, size) for plan, mode in modes.items()}
             return measure_times(state, rounds, lambda: drafter.refill(state.cache.lengths), room)
 
         return known_times(key, self.plans, measure)
 
     def rounds(self, mode: Mode, rows: int) -> Round:
         """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
-        key = (mode, rows)
-        if key not in self._rounds:
-            state = self.state(mode, slice(0, rows))
+        self.prepare([(mode, rows)])
+        return self._rounds[mode, rows]
+
+    def prepare(self, keys: Sequence[tuple[Mode, int]]) -> None:
+        """Make the rounds of some modes and numbers of rows ready, unless they are."""
+        states = {key: self.state(key[0], slice(0, key[1])) for key in keys if key not in self._rounds}
+        captured = {key for key in states if self.runner.capturable and not key[0].scores}
+        start = time.perf_counter()
+        compile_ahead([states[key] for key in captured])
+        for key, state in states.items():
             self._rounds[key] = state.round
-            if self.runner.capturable and not mode.scores:
-                start = time.perf_counter()
+            if key in captured:
                 warm_up(state)
                 warm = time.perf_counter()
                 self._rounds[key] = CapturedRound(state)
                 self.setup["warm_up_s"] += warm - start
-                self.setup["capture_s"] += time.perf_counter() - warm
-        return self._rounds[key]
+                start = time.perf_counter()
+                self.setup["capture_s"] += start - warm
 
     def state(self, mode: Mode, rows: slice) -> Rounds:
         """What rounds of some consecutive rows work on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from threading import Lock
@@ -23,6 +23,18 @@ CAPTURE_MODE = "thread_local"
 _one_at_a_time = Lock()
 _warm_kinds: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 """For each model the kinds of rounds (`Rounds.kind`) whose kernels are compiled."""
+
+
+def compile_ahead(engines: Sequence[Rounds]) -> None:
+    """Compile the kernels of rounds at once, which `warm_up` would compile one after the other.
+
+    The engines, all of one runner, are left as they were.
+    """
+    new = [engine for engine in engines if engine.kind not in _warm_kinds.get(engine.runner.model, ())]
+    if new:
+        with new[0].runner.backend.compiling_only():
+            for engine in new:
+                engine.round(torch.zeros_like(engine.root, dtype=torch.bool))
 
 
 def warm_up(engine: Rounds) -> None:

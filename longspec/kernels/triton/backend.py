@@ -3,6 +3,7 @@
 from longspec.kernels.backend import Backend
 from longspec.kernels.triton import (
     compaction,
+    compile_ahead,
     descent,
     divergence,
     elementwise,
@@ -23,6 +24,7 @@ class TritonBackend(Backend):
     name = "triton"
     capturable = True
 
+    compiling_only = staticmethod(compile_ahead.compiling_only)
     embed = staticmethod(elementwise.embed)
     linear = staticmethod(layers.linear)
     stream = staticmethod(layers.TritonStream)
