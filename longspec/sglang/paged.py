@@ -1,12 +1,13 @@
 """Attention to SGLang's paged cache by our kernel: that of the draft, and that of SGLang's verification of a tree.
 
 SGLang's Triton backend verifies trees with its kernel for prefill, in which one program reads the whole prefix of a
-request and query head. It has a slot for a faster kernel, which takes the arguments of `extend_attention_fwd` and
-returns whether it has run.
+request and query head, after copying keys and values out of the product that made them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,46 @@ class PagedAttention:
 
 
 def verify_with(backend: Any, attention: PagedAttention) -> None:
-    """Let an attention backend of SGLang verify trees with `attention`, if it has the slot for it."""
-    if hasattr(backend, "verify_splitkv_fwd"):
-        backend.verify_splitkv_fwd = torch.compiler.disable(attention.verify)
-        backend.use_verify_splitkv = True
+    """Let an attention backend of SGLang verify trees with `attention`, if it is the Triton backend."""
+    if hasattr(backend, "extend_attention_fwd"):
+        backend.forward_extend = partial(_extend, backend.forward_extend, backend, attention)
+
+
+@torch.compiler.disable
+def _extend(
+    original: Callable[..., Tensor],
+    backend: Any,
+    attention: PagedAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Any,
+    batch: Any,
+    save_kv_cache: bool = True,
+    sinks: Any = None,
+) -> Tensor:
+    """In place of `TritonAttnBackend.forward_extend` (srt/layers/attention/triton_backend.py, line 1205)."""
+    metadata = backend.forward_metadata
+    if (
+        not (batch.forward_mode.is_target_verify() and save_kv_cache)
+        or layer.is_cross_attention
+        or layer.k_scale is not None
+        or metadata.swa_out_cache_loc is not None
+        or metadata.out_cache_loc_full_physical is not None
+    ):
+        return original(q, k, v, layer, batch, save_kv_cache, sinks=sinks)
+    pool, slots = backend.token_to_kv_pool, batch.out_cache_loc
+    pool.set_kv_buffer(layer, slots, k, v)
+    out = q.new_empty(q.shape)
+    heads = (-1, layer.tp_q_head_num, layer.qk_head_dim)
+    has_run = attention.verify(
+        *(q.view(heads), k, v, out.view(heads)),
+        *(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
+        *(metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.custom_mask, True),
+        *(metadata.mask_indptr, metadata.max_extend_len, 1.0, 1.0, layer.scaling),
+        logit_cap=layer.logit_cap,
+        sliding_window_size=layer.sliding_window_size,
+        sinks=sinks,
+        xai_temperature_len=layer.xai_temperature_len,
+    )
+    return out if has_run else original(q, k, v, layer, batch, False, sinks=sinks)

@@ -130,8 +130,8 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     test_each_level_has_the_logits_of_our_own_draft(tmp_path, "qwen2", LISTED, monkeypatch)
 
 
-def test_verification_takes_the_arguments_of_sglangs_kernel() -> None:
-    """Its result for trees, and a refusal, without an effect, of what it does not compute."""
+def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
+    """Keys and values are stored first, and what the kernel does not compute goes to SGLang's."""
     pytest.importorskip("triton")
     import attention_reference
 
@@ -140,27 +140,51 @@ def test_verification_takes_the_arguments_of_sglangs_kernel() -> None:
     generator = torch.Generator().manual_seed(2)
     nodes, width = 3, 16
     q, pool_k, pool_v = (torch.randn(40, 2, width, generator=generator) for _ in range(3))
-    q, k, v = q[: 2 * nodes], pool_k[34:, :1], pool_v[34:, :1]
+    q, k, v = q[: 2 * nodes].flatten(1), pool_k[34:, :1], pool_v[34:, :1]
     starts, mask_starts = torch.tensor([0, 20, 27]), torch.tensor([0, 69, 99])  # prefixes of 20 and 7 tokens
     mask = torch.rand(110, generator=generator) < 0.5
     mask[[20, 44, 68, 76, 87, 98]] = True  # each node sees itself
     slots = torch.randperm(34, generator=generator)
     pools = pool_k[:, :1], pool_v[:, :1]
-    out, expected = torch.zeros(2, 2 * nodes, 2, width)
-    rows = torch.arange(0, 2 * nodes + 1, nodes)
-    arguments = (*pools, rows, starts, slots, mask, True, mask_starts, nodes, 1.0, 1.0, width**-0.5)
-    further = {"logit_cap": 0.0, "sliding_window_size": -1, "sinks": None, "xai_temperature_len": -1, "max_bs": 2}
-    backend = SimpleNamespace(verify_splitkv_fwd=None)
+    calls: list[Any] = []
+    pool = SimpleNamespace(
+        set_kv_buffer=lambda *arguments: calls.append(arguments),
+        get_key_buffer=lambda layer: pools[0],
+        get_value_buffer=lambda layer: pools[1],
+    )
+    metadata = SimpleNamespace(
+        qo_indptr=None,
+        kv_indptr=starts,
+        kv_indices=slots,
+        custom_mask=mask,
+        mask_indptr=mask_starts,
+        max_extend_len=nodes,
+        swa_out_cache_loc=None,
+        out_cache_loc_full_physical=None,
+    )
+    backend = SimpleNamespace(
+        extend_attention_fwd=None,
+        forward_extend=lambda *arguments, sinks: calls.append(arguments),
+        forward_metadata=metadata,
+        token_to_kv_pool=pool,
+    )
     verify_with(backend, PagedAttention(describe_gpu(torch.device("cpu")), 64))
-    assert backend.use_verify_splitkv
-    assert not backend.verify_splitkv_fwd(q, k, v, out, *arguments, **(further | {"sliding_window_size": 8}))
-    assert not out.any()
-    assert backend.verify_splitkv_fwd(q, k, v, out, *arguments, **further)
-    tree = PagedTree(k, v, mask, mask_starts[:-1])
-    queries, heads = q.view(2, nodes, 2, width).transpose(1, 2), expected.view(2, nodes, 2, width)
-    prefix = PagedPrefix(*pools, slots, starts[:-1], starts[1:])
-    attention_reference.paged_attention(queries, prefix, heads, width**-0.5, 1, None, tree)  # type: ignore[arg-type]
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    sizes = {"tp_q_head_num": 2, "qk_head_dim": width, "scaling": width**-0.5, "layer_id": 0, "k_scale": None}
+    features = {"is_cross_attention": False, "logit_cap": 0.0, "sliding_window_size": -1, "xai_temperature_len": -1}
+    layer = SimpleNamespace(**sizes, **features)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: True), out_cache_loc=torch.arange(6))
+    out = backend.forward_extend(q, k, v, layer, batch)
+    assert calls == [(layer, batch.out_cache_loc, k, v)]
+
+    expected = torch.empty(2, nodes, 2, width)
+    tree, prefix = PagedTree(k, v, mask, mask_starts[:-1]), PagedPrefix(*pools, slots, starts[:-1], starts[1:])
+    queries = q.view(2, nodes, 2, width).transpose(1, 2)
+    attention_reference.paged_attention(queries, prefix, expected, width**-0.5, 1, None, tree)  # type: ignore[arg-type]
+    torch.testing.assert_close(out.view_as(expected), expected, atol=1e-5, rtol=1e-5)
+
+    layer.sliding_window_size = 8
+    backend.forward_extend(q, k, v, layer, batch)
+    assert calls[2:] == [(q, k, v, layer, batch, False)]
 
 
 def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
@@ -250,9 +274,10 @@ def test_prompt_tokens_outside_the_list_are_the_most_recent() -> None:
 
 def test_larger_batches_verify_smaller_trees() -> None:
     sizes = VerifySizes(5, 32, 4)
-    assert [sizes.of(batch) for batch in (1, 8, 9, 32, 64, 65)] == [(5, 32), (5, 32), (5, 16), (5, 8), (3, 4), (0, 1)]
+    assert [sizes.of(batch) for batch in (1, 8, 9, 32, 64, 65)] == [(5, 32), (5, 32), (4, 16), (3, 8), (2, 4), (0, 1)]
     assert all(batch * sizes.of(batch)[1] <= VERIFIED_TOKENS for batch in range(1, 257))
     assert VerifySizes(5, 6, 1).of(64) == (0, 1)
+    assert VerifySizes(8, 32, 2).of(16) == (5, 16)  # 4 levels of 2 children per node have 15 nodes
 
 
 def test_a_batch_runs_at_the_next_captured_size() -> None:
