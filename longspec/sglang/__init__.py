@@ -8,12 +8,13 @@ imported by those modules; `longspec` itself never imports it.
 | `algorithm` | registration, and what SGLang asks of an algorithm |
 | `checks` | one-line refusals at the start |
 | `worker` | a round: draft, SGLang's own tree verification, the draft's keys of the accepted tokens |
+| `greedy_round` | the whole of a greedy round on tensors alone |
 | `drafter` | one pass over the tree's levels, on tensors alone |
 | `draft_model` | the layer with the target's embedding, head and rotary table |
 | `tree` | which candidates are expanded and verified |
 | `window`, `prefix` | the draft's own keys by KV slot; attention to the target's paged keys |
 | `paged` | our attention kernel for paged keys, also in SGLang's verification |
-| `graphs` | CUDA graphs of the draft by batch size |
+| `graphs` | CUDA graphs by batch size |
 """
 
 

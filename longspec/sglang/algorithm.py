@@ -62,13 +62,21 @@ def one_draft_layer(original: Callable[..., Any], runner: Any, server_args: Any,
     return original(runner, server_args, *args, **kwargs)
 
 
+def triton_attention(original: Callable[..., str], server_args: Any, *args: Any, **kwargs: Any) -> str:
+    """Around `ServerArgs._get_default_attn_backend` (srt/server_args.py): Triton's attention verifies trees with our
+    kernel, and a greedy round with it is one CUDA graph."""
+    is_glide = (server_args.speculative_algorithm or "").upper() == NAME  # SGLang has not completed the options yet
+    return "triton" if is_glide else original(server_args, *args, **kwargs)
+
+
 def register_glide() -> None:
-    """Register the algorithm and the two functions that must not read the draft as a model."""
+    """Register the algorithm, the two functions that must not read the draft as a model, and the default attention."""
     register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=GlideAlgorithm)
     register(worker_class)
     hooks = {
         "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias": keep_algorithm,
         "sglang.srt.model_executor.model_runner.ModelRunner._build_model_config": one_draft_layer,
+        "sglang.srt.server_args.ServerArgs._get_default_attn_backend": triton_attention,
     }
     for function, hook in hooks.items():
         HookRegistry.register(function, hook, HookType.AROUND)

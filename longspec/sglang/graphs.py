@@ -43,6 +43,10 @@ class BatchGraphs:
                     outputs = self.function(**inputs)
                 self.graphs[size] = graph, outputs
 
+    def has(self, batch: int) -> bool:
+        """Whether a batch runs as a graph."""
+        return self.padded(batch) in self.graphs
+
     def padded(self, batch: int) -> int:
         """The batch size at which a batch runs: the next captured one, or its own."""
         place = bisect.bisect_left(self.sizes, batch)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from longspec.sglang.tree import most_nodes
+
 VERIFIED_TOKENS = 256
 """Number of tokens per verification, over all requests, up to which trees are whole."""
 LEAST_NODES = 4
@@ -30,9 +32,12 @@ class VerifySizes:
             return self.steps, nodes
         if nodes < LEAST_NODES:
             return 0, 1
-        # SGLang's trees of one child per node have a node per step.
-        steps = min(self.steps, nodes - 1)
-        return steps, nodes if self.topk > 1 else steps + 1
+        if self.topk == 1:  # SGLang's chains have a node per step
+            steps = min(self.steps, nodes - 1)
+            return steps, steps + 1
+        # A level takes as long as in a whole tree, and fewer nodes reach fewer levels.
+        levels = range(nodes.bit_length() - 1, nodes)
+        return min(self.steps, next(steps for steps in levels if most_nodes(self.topk, steps) >= nodes)), nodes
 
     def build(self, runner: Any, batch_sizes: list[int], prepare: Callable[[Any], None]) -> None:
         """Make backend and graphs of the target for each number of nodes. runner: the target's. batch_sizes: those with

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
-from sglang.srt.speculative.eagle_utils import build_tree_kernel_efficient
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2, _get_plan_stream
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from torch import Tensor
@@ -30,9 +32,11 @@ from longspec.kernels.shared.device import describe_gpu, upload
 from longspec.sglang.draft_model import DraftModel, load_layer
 from longspec.sglang.drafter import Drafter, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
+from longspec.sglang.greedy_round import GreedyRound, build_tree, can_capture, suits
 from longspec.sglang.large_batches import VerifySizes
 from longspec.sglang.paged import PagedAttention, verify_with
 from longspec.sglang.prefix import PrefixAttention
+from longspec.sglang.tree import Candidates
 from longspec.sglang.window import WindowCache
 
 
@@ -102,6 +106,9 @@ class GlideWorker(EAGLEWorkerV2):
             {"roots": one, "drafted": drafted, "requests": 0 * one, "lengths": one, "accepted": 0 * one},
         )
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
+        pools = self.req_to_token_pool, self.token_to_kv_pool_allocator
+        runner = self.target_worker.model_runner
+        self.rounds = BatchGraphs(GreedyRound(self.drafter, runner, self.sizes, pools), padding)
 
     def _propose(
         self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None
@@ -124,7 +131,11 @@ class GlideWorker(EAGLEWorkerV2):
             context: Callable[[], Any] = graph_capture
             self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], context)
             self.store.capture(sizes, context)
-        self.sizes.build(self.target_worker.model_runner, sizes, partial(verify_with, attention=self.attention))
+        runner = self.target_worker.model_runner
+        self.sizes.build(runner, sizes, partial(verify_with, attention=self.attention))
+        if sizes and can_capture(runner):
+            with model_capture_mode():
+                self.rounds.capture(sizes, context)
 
     # A round.
 
@@ -138,6 +149,8 @@ class GlideWorker(EAGLEWorkerV2):
             finish = partial(self._after_prefill, batch, result)
         else:
             roots = batch.spec_info.bonus_tokens.long()
+            if self.rounds.has(len(roots)) and suits(batch):
+                return self._greedy_round(batch, roots, on_publish)
             steps, nodes = self.sizes.of(self.store.padded(len(roots)))
             self.speculative_num_steps, self.speculative_num_draft_tokens = steps, nodes
             self.sizes.activate(self.target_worker.model_runner, nodes)
@@ -150,49 +163,38 @@ class GlideWorker(EAGLEWorkerV2):
         result.next_draft_input = finish()
         return result
 
-    def _draft_tree(self, batch: Any, roots: Tensor) -> EagleVerifyInput:
+    def _greedy_round(self, batch: Any, roots: Tensor, on_publish: Callable[[Tensor], None] | None) -> Any:
+        tokens, accepted, newest, *hidden = self.rounds(**self._rows(batch, roots))
+        lengths = batch.seq_lens + accepted
+        if on_publish is not None:
+            on_publish(lengths)
+        # SGLang copies the results to the host while the next round may overwrite them.
+        return GenerationBatchResult(
+            logits_output=LogitsProcessorOutput(next_token_logits=None),
+            next_token_ids=tokens.flatten().clone(),
+            accept_lens=accepted.clone(),
+            new_seq_lens=lengths,
+            speculative_num_draft_tokens=tokens.shape[1],
+            can_run_cuda_graph=True,
+            next_draft_input=self._next_input(newest, *hidden),
+        )
+
+    def _rows(self, batch: Any, roots: Tensor) -> dict[str, Tensor]:
+        """The arguments of a draft."""
         rows = {"roots": roots, "requests": batch.req_pool_indices, "lengths": batch.seq_lens}
         if self.model.reads_hidden:
             rows["hidden"] = batch.spec_info.hidden_states
-        parents, chosen, tokens = self.propose(**rows)
+        return rows
 
+    def _draft_tree(self, batch: Any, roots: Tensor) -> EagleVerifyInput:
+        candidates = Candidates(*self.propose(**self._rows(batch, roots)))
         # The mask covers prefixes and nodes; only its size depends on the host's knowledge of the lengths.
-        backend = self.target_worker.model_runner.attn_backend
-        mask_buffer, position_buffer = backend.get_verify_buffers_to_fill_after_draft()
+        mask, _ = self.target_worker.model_runner.attn_backend.get_verify_buffers_to_fill_after_draft()
         total = batch.seq_lens_sum
         if total is None:
             total = len(roots) * self.req_to_token_pool.req_to_token.shape[1]
-        nodes = self.speculative_num_draft_tokens
-        if mask_buffer is not None:  # SGLang fills all of it, and it has room for the largest batch
-            mask_buffer = mask_buffer[: nodes * (total + nodes * len(roots))]
-        mask, positions, index, next_token, next_sibling, tokens = build_tree_kernel_efficient(
-            roots,
-            parents,
-            chosen,
-            tokens,
-            batch.seq_lens,
-            total,
-            self.topk,
-            self.speculative_num_steps,
-            nodes,
-            tree_mask_buf=mask_buffer,
-            position_buf=position_buffer,
-        )
-        return EagleVerifyInput(
-            draft_token=tokens,
-            custom_mask=mask,
-            positions=positions,
-            retrieve_index=index,
-            retrieve_next_token=next_token,
-            retrieve_next_sibling=next_sibling,
-            retrieve_cum_len=None,
-            spec_steps=self.speculative_num_steps,
-            topk=self.topk,
-            draft_token_num=nodes,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
-        )
+        tree = self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk
+        return build_tree(candidates, roots, batch.seq_lens, total, mask, tree)
 
     def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:
         positions = upload(prefill_positions(batch.prefix_lens, batch.extend_lens), torch.device(self.device))
@@ -225,7 +227,7 @@ class GlideWorker(EAGLEWorkerV2):
             hidden = result.logits_output.hidden_states[newest]
         return self._next_input(result.next_draft_input.bonus_tokens, hidden)
 
-    def _next_input(self, roots: Tensor, hidden: Tensor | None) -> EagleDraftInput:
+    def _next_input(self, roots: Tensor, hidden: Tensor | None = None) -> EagleDraftInput:
         unused = roots.new_empty(len(roots), 0)  # SGLang filters and joins these fields by row
         return EagleDraftInput(bonus_tokens=roots, hidden_states=hidden, topk_p=unused, topk_index=unused)
 
