@@ -11,7 +11,7 @@ imported by those modules; `longspec` itself never imports it.
 | `greedy_round` | the whole of a greedy round on tensors alone |
 | `drafter` | one pass over the tree's levels, on tensors alone |
 | `draft_model` | the layer with the target's embedding, head and rotary table |
-| `tree` | which candidates are expanded and verified |
+| `tree`, `tree_kernels` | which candidates are expanded and verified, in torch and in Triton |
 | `window`, `prefix` | the draft's own keys by KV slot; attention to the target's paged keys |
 | `paged` | our attention kernel for paged keys, also in SGLang's verification |
 | `graphs` | CUDA graphs by batch size |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.prefix import PrefixAttention
 from longspec.sglang.tree import Candidates, GrowingTree, expanded_nodes
 from longspec.sglang.window import RoundWindow, WindowCache
+
+if TYPE_CHECKING:
+    from longspec.sglang.tree_kernels import KernelTree
 
 
 class Drafter:
@@ -32,7 +36,7 @@ class Drafter:
         roots, requests, lengths: LongTensor [B]; root b is at position lengths[b], and the target has read all tokens
         before it. hidden: the target's last hidden states [B, hidden] at the positions before the roots.
         """
-        tree = GrowingTree(len(roots), self.topk, steps, roots.device)
+        tree = self._tree(len(roots), steps, roots.device)
         window = RoundWindow(self.cache, requests, lengths, expanded_nodes(self.topk, steps))
         attention = self.prefix.plan(requests, lengths)
         cross_attends = [partial(attention, layer) for layer in self.model.layers]
@@ -47,6 +51,14 @@ class Drafter:
             states = self.model.level(tokens, slots, self_attend, cross_attends, feature)
             tokens = tree.grow(*columns.best(states, self.topk))
         return tree.candidates(nodes)
+
+    def _tree(self, batch: int, steps: int, device: torch.device) -> GrowingTree | KernelTree:
+        if device.type == "cuda":
+            from longspec.sglang.tree_kernels import KernelTree, fits  # imports triton, which a CPU may lack
+
+            if fits(self.topk, steps):
+                return KernelTree(batch, self.topk, steps, device)
+        return GrowingTree(batch, self.topk, steps, device)
 
     def _level_positions(self, lengths: Tensor, steps: int) -> Tensor:
         """The positions of all levels' nodes, LongTensor [steps, B, k]; the root takes the first of its level."""

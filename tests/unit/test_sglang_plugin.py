@@ -272,6 +272,25 @@ def test_prompt_tokens_outside_the_list_are_the_most_recent() -> None:
     assert recent_tokens([1, 2, 3, 2, 5], {3}) == [5, 2, 1]
 
 
+@pytest.mark.parametrize(("topk", "steps", "nodes"), [(4, 5, 32), (3, 2, 5), (1, 4, 5), (2, 1, 3)])
+def test_kernels_grow_the_same_tree(topk: int, steps: int, nodes: int) -> None:
+    pytest.importorskip("triton")
+    from longspec.sglang.tree_kernels import KernelTree
+
+    generator = torch.Generator().manual_seed(3)
+    plain, fused = (kind(2, topk, steps, torch.device("cpu")) for kind in (GrowingTree, KernelTree))
+    for level in range(steps):
+        rows = 2 * (1 if level == 0 else topk)
+        # As `DraftModel.best` gives them: part of wider rows.
+        values = torch.rand(rows, topk + 1, generator=generator).log().sort(descending=True).values
+        values, tokens = values[:, 1:].view(2, -1, topk), torch.randint(99, (2, rows // 2, topk), generator=generator)
+        assert fused.grow(values, tokens).equal(plain.grow(values, tokens))
+        if level < steps - 1:
+            assert fused.visible.equal(plain.visible) and fused.first == plain.first
+    for mine, expected in zip(fused.candidates(nodes), plain.candidates(nodes), strict=True):
+        assert mine.equal(expected)
+
+
 def test_larger_batches_verify_smaller_trees() -> None:
     sizes = VerifySizes(5, 32, 4)
     assert [sizes.of(batch) for batch in (1, 8, 9, 32, 64, 65)] == [(5, 32), (5, 32), (4, 16), (3, 8), (2, 4), (0, 1)]
