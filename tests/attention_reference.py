@@ -126,6 +126,45 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     return attention_with_lse(q, k, v, mask, scale)[0]
 
 
+def root_paths(tree_mask: Tensor) -> Tensor:
+    """Reference of `deterministic_attention.root_paths`, 0 after each path."""
+    paths = torch.zeros(*tree_mask.shape[:2], tree_mask.shape[2] + 1, dtype=torch.int32, device=tree_mask.device)
+    for row in range(len(paths)):
+        for node, visible in enumerate(tree_mask[row]):
+            path = visible.nonzero()[:, 0]
+            paths[row, node, 0] = len(path) - 1
+            paths[row, node, 1 : len(path) + 1] = path
+    return paths
+
+
+def path_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    paths: Tensor | None,
+    scale: float,
+    shared_memory: int,
+    overlap: bool,
+) -> Tensor:
+    """Reference of `deterministic_attention.path_attention`."""
+    out = torch.empty_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        for node in range(q.shape[2]):
+            path = [0] if paths is None else paths[row, node, 1 : 2 + int(paths[row, node, 0])].tolist()
+            slots = [*range(length), *(length + number for number in path)]
+            one = q[row, None, :, node, None], k[row, None][:, :, slots], v[row, None][:, :, slots]
+            out[row, :, node] = attention_with_lse(*one, None, scale)[0][0, :, 0]
+    return out
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
+    """Reference of `deterministic_attention.causal_attention`."""
+    nodes, slots = q.shape[2], k.shape[2]
+    visible = torch.ones(len(q), nodes, slots, dtype=torch.bool, device=q.device).tril(slots - nodes)
+    return attention_with_lse(q, k, v, visible, scale)[0]
+
+
 def paged_attention(
     q: Tensor,
     prefix: PagedPrefix,

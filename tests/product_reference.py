@@ -22,12 +22,14 @@ def vector_product(
     return product.to(x.dtype) if add_to is None else add_to.copy_(add_to + product)
 
 
-def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+def skinny_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False, fixed_order: bool = False
+) -> Tensor:
     """Reference of `skinny_product.skinny_product`."""
     return _product(x, weight, bias, gated).to(x.dtype)
 
 
-def split_product(x: Tensor, weight: Tensor) -> Tensor:
+def split_product(x: Tensor, weight: Tensor, fixed_order: bool = False) -> Tensor:
     """Reference of `skinny_product.split_product`; where the columns are split is not part of the contract."""
     rows, width = weight.shape
     parts = count_parts(rows, width, describe_gpu(x.device).multiprocessors)

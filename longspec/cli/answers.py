@@ -102,6 +102,8 @@ class PromptRun:
             "sampling": vars(self.sampling),
             "drawn": None if is_greedy else self.seed,
             **pair.drafting,
+            # Absent by default, so that files of earlier runs go on.
+            **({"deterministic": True} if pair.deterministic else {}),
         }
 
     def head(self, number: int) -> Line:

@@ -58,12 +58,13 @@ def compare(
     tokens = {label: [output.new_tokens[0].tolist() for output in answers] for label, answers in outputs.items()}
     for label, row in methods.items():
         row["speedup"] = row["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
-        if not sampling.temperature:  # in half precision, near-ties may differ
+        if not sampling.temperature:  # in half precision, near-ties may differ unless decoding is deterministic
             row["equal_outputs"] = sum(map(eq, tokens[label], tokens["vanilla"]))
     return {
         "model": pair.name,
         "device": device_name(pair.model.device),
         "dtype": str(pair.model.dtype).removeprefix("torch."),
+        "deterministic": pair.deterministic,
         "prompts": len(prompts),
         "prompt_tokens": sum(len(ids) for ids in token_ids),
         **vars(sampling),
@@ -92,7 +93,7 @@ def result_table(summary: dict[str, Any]) -> Table:
     """A table of the summary's figures, one row per method."""
     title = f"{summary['model']} on {summary['device']}, {summary['dtype']}, {summary['prompts']} prompts"
     table = Table("method", title=title)
-    for heading in ("tokens/s", "speedup", "tokens per pass", "first token"):
+    for heading in ("tokens/s", "speedup", "tokens per pass", "first token", "as vanilla"):
         table.add_column(heading, justify="right")
     for label, row in summary["methods"].items():
         table.add_row(
@@ -101,5 +102,6 @@ def result_table(summary: dict[str, Any]) -> Table:
             f"{row['speedup']:.2f}x",
             f"{row['mean_acceptance_length']:.2f}",
             f"{1000 * row['ttft_s']:.0f} ms",
+            f"{row['equal_outputs']} of {summary['prompts']}" if "equal_outputs" in row else "",
         )
     return table

@@ -50,6 +50,9 @@ class PairOptions:
     )
     device: str | None = option(None, "cpu, cuda or cuda:N.", PAIR, show_default="cuda if present")
     dtype: Dtype = option("auto", "auto: that of the weights; float32 on a CPU.", PAIR)
+    deterministic: bool = option(
+        False, "Greedy answers that no method, batch or timing changes, in half precision, too; slower.", PAIR
+    )
     chat_template_kwargs: str | None = option(
         None, 'Variables of the chat template, as JSON: {"enable_thinking": false}.', PROMPTS, show_default="none"
     )

@@ -18,7 +18,7 @@ from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
 from longspec.data.templates import encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
-from longspec.inference.arguments import check_sampling, checked_drafting, end_tokens
+from longspec.inference.arguments import check_sampling, checked_drafting, chosen_attention, end_tokens
 from longspec.inference.engine.requests import Request
 from longspec.inference.generate import GenerationOutput, generate, request_sampling
 from longspec.inference.load_pair import load_pair
@@ -72,6 +72,8 @@ class LoadedPair:
     """The tokens that end an answer."""
     drafting: dict[str, Any] = field(default_factory=dict)
     """Arguments of `longspec.generate` in addition to the method; see `DraftingOptions.arguments`."""
+    deterministic: bool = False
+    """As for `longspec.generate`."""
     applied: Collection[str] = FILE_OPTIONS
     """The options whose defaults are those of the target's generation config."""
 
@@ -99,7 +101,7 @@ class LoadedPair:
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
         settings = {"method": self.method, "eos_token_id": self.stop_ids, **self.drafting, **self._arguments(sampling)}
-        return generate(self.model, prompts, **(settings | options))
+        return generate(self.model, prompts, deterministic=self.deterministic, **(settings | options))
 
     def _arguments(self, sampling: SamplingOptions) -> dict[str, Any]:
         """Sampling options as arguments of `longspec.generate`."""
@@ -131,7 +133,8 @@ class LoadedPair:
             Request(prompt, new_tokens, replace(own, seed=seed), stop_ids)
             for prompt, own, seed in zip(prompts, settings, seeds, strict=True)
         ]
-        return answer_all(self.model, drafting, requests, max_rows, listener, window=window)
+        attention = chosen_attention("auto", self.deterministic)
+        return answer_all(self.model, drafting, requests, max_rows, listener, attention, window=window)
 
 
 def open_pair(
@@ -165,7 +168,8 @@ def open_pair(
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))
-    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, applied=applied or ())
+    settings: tuple[Any, ...] = {}, source.deterministic, applied or ()
+    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, *settings)
 
 
 def note_plain_format(pair: LoadedPair) -> None:

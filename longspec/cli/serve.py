@@ -80,7 +80,8 @@ def serve(
         if applied is not None:
             defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
         rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
-        scheduler = Scheduler(loaded.model, loaded.method, max_rows=rows, max_queue=options.max_queue, **arguments)
+        arguments |= {"max_rows": rows, "max_queue": options.max_queue, "deterministic": source.deterministic}
+        scheduler = Scheduler(loaded.model, loaded.method, **arguments)
         name, encode, longest = options.served_name or loaded.name, _encoder(loaded, source), scheduler.longest
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
         served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, defaults)

@@ -12,6 +12,7 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
 from longspec.inference.token_options import is_integer, is_real
+from longspec.kernels import DETERMINISTIC
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
@@ -23,6 +24,15 @@ LARGEST_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 1e-30
 """Smallest temperature above 0. Logits up to 3e8 divided by it are finite in fp32."""
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
+
+
+def chosen_attention(attention: str, deterministic: bool) -> str:
+    """The attention of an engine: `attention`, or the one of deterministic decoding. Raises UserError for both."""
+    if not deterministic:
+        return attention
+    if attention not in ("auto", DETERMINISTIC):
+        raise UserError(f"deterministic: has an attention of its own; leave attention={attention!r} out")
+    return DETERMINISTIC
 
 
 def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:

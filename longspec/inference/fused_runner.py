@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspec.errors import UserError
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner, model_backend
+from longspec.kernels import DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import plain_gpu
 from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.draft_layer import GlideDecoderLayer, head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, can_fuse, rope_table
 from longspec.models.glide import GlideMixin
-from longspec.models.parallel import VocabularyEmbedding, VocabularyHead
+from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, model_parallel_rank_and_size
 from longspec.models.target_attention import Attend, LayerInputs, QueryAttend
 
 
@@ -126,10 +128,16 @@ logger = logging.getLogger(__name__)
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one.
 
-    A plain runner on a CUDA device despite `compiled` logs the reason, once.
+    A plain runner on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic
+    decoding without a fused runner.
     """
     backend = model_backend(model, attention)
     device = model.lm_head.weight.device
+    if attention == DETERMINISTIC:
+        if not compiled or not can_fuse(model):
+            raise UserError(f"{DETERMINISTIC}: needs compile=True, and layers without adapters, hooks or quantization")
+        if model_parallel_rank_and_size()[1] > 1:
+            raise UserError(f"{DETERMINISTIC}: not with a target that several ranks share")
     if not compiled:
         return Runner(model, backend)
     if device.type == "cuda" and not (backend.capturable and backend.attention.capturable):

@@ -21,6 +21,7 @@ from longspec.inference.arguments import (
     check_stopping,
     check_streamer,
     checked_drafting,
+    chosen_attention,
     end_tokens,
     pad_token,
     prompt_batch,
@@ -75,6 +76,7 @@ def generate(
     tree_nodes: int | None = None,
     lookup_branches: bool = False,
     batch_size: int | None = None,
+    deterministic: bool = False,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
@@ -100,6 +102,9 @@ def generate(
     exact; "reject" accepts more tokens.
     compile: use fused layers, and on CUDA one graph per round; otherwise transformers' modules run kernel by kernel.
     attention: "auto" or a backend (see `kernels.choice.choose_backend`).
+    deterministic: make each token depend, bit for bit, on the tokens before it alone, so that greedy answers are the
+    same for every method, batch and order of work in half precision, too. Needs an NVIDIA GPU, costs some speed, and
+    excludes `attention`.
     stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
     in followed by its new tokens, and with scores None.
     tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
@@ -139,6 +144,7 @@ def generate(
     pad_id = pad_token(model, pad_token_id)
     samplings = [request_sampling(model, options, eos_ids, temperature, top_p, top_k, len(row)) for row in rows]
     check_seed(seed, len(rows))
+    attention = chosen_attention(attention, deterministic)
     if batch_size is not None:
         check_positive(batch_size=batch_size)
         if streamer is not None or stopping_criteria:

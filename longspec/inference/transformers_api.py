@@ -70,6 +70,7 @@ def generate_as_transformers(
     allow_untrained_draft: bool = False,
     tree_nodes: int | None = None,
     lookup_branches: bool = False,
+    deterministic: bool = False,
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """transformers' `generate` with speculative decoding; for the other arguments see `longspec.generate`.
@@ -84,6 +85,7 @@ def generate_as_transformers(
     decoding: dict[str, Any] = dict(method=method, tree_shape=tree_shape, gamma=gamma, tree_rule=tree_rule, seed=seed)
     decoding |= dict(compile=compile, attention=attention, allow_untrained_draft=allow_untrained_draft)
     decoding |= dict(tree_nodes=tree_nodes, lookup_branches=lookup_branches, streamer=streamer)
+    decoding |= dict(deterministic=deterministic)
     if isinstance(inputs, Mapping):
         kwargs, inputs = {**inputs, **kwargs}, None
     input_ids = kwargs.get("input_ids") if inputs is None else inputs

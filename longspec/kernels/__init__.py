@@ -12,3 +12,5 @@ package loads neither torch nor triton.
 
 ATTENTIONS = ("flash", "triton", "native", "sdpa")
 """Names of decoding's attention, fastest first."""
+DETERMINISTIC = "deterministic"
+"""Name of the attention that belongs to the backend of `triton.deterministic`; never chosen unless requested."""

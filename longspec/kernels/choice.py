@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from longspec.errors import UserError
-from longspec.kernels import ATTENTIONS
+from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.attention import NativeAttention
 from longspec.kernels.native.backend import NativeBackend
@@ -25,13 +25,20 @@ MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "nat
 
 def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """The backend of a pair's device and dtype, with the requested attention: "flash" (FlashAttention-3), "triton",
-    "native" (compiled for the CPU), "sdpa", or "auto" for the fastest that runs here.
+    "native" (compiled for the CPU), "sdpa", or "auto" for the fastest that runs here. "deterministic" also makes the
+    backend the one whose results do not depend on the number of rows.
 
     Logs once why a GPU runs on torch's own kernels alone, and with "auto" which missing package or other dtype would
     provide a faster attention. Raises UserError for an unknown name, and for one that cannot run here.
     """
+    name = attention_name(attention, device, dtype, head_dim)
+    if name == DETERMINISTIC:
+        from longspec.kernels.triton.deterministic import DeterministicBackend
+        from longspec.kernels.triton.deterministic_attention import DeterministicAttention
+
+        return DeterministicBackend(DeterministicAttention(describe_gpu(device)))
     kind: type[Backend] = NativeBackend if runs_native(device, dtype) else backend_of(device, dtype)
-    return kind(_attention(attention_name(attention, device, dtype, head_dim), device))
+    return kind(_attention(name, device))
 
 
 def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
@@ -48,6 +55,11 @@ def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
 
 def attention_name(requested: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The name of the attention that `choose_backend` selects; the same messages and errors."""
+    if requested == DETERMINISTIC:
+        reason = _unsupported("triton", device, dtype, head_dim) or _missing_module("triton")
+        if reason:
+            raise UserError(f"{DETERMINISTIC}: needs an NVIDIA GPU and Triton: {reason}")
+        return requested
     if requested not in ("auto", *ATTENTIONS):
         raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(ATTENTIONS)}")
     plain = plain_gpu(device) if device.type == "cuda" else None

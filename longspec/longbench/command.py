@@ -16,7 +16,7 @@ from longspec.errors import reports_user_errors
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, METHODS, TREE_RULES
 from longspec.inference.pairs import PAIRS
 from longspec.inference.token_options import given_options
-from longspec.kernels import ATTENTIONS
+from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN
 from longspec.longbench.tasks import TASKS
 from longspec.models.packaged_targets import SMOLLM2
@@ -151,6 +151,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
     add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
     add("--attention", choices=("auto", *ATTENTIONS), default="auto", help="backend of the attention in decoding")
+    add(
+        "--deterministic",
+        dest="attention",
+        action="store_const",
+        const=DETERMINISTIC,
+        default="auto",
+        help="greedy answers that no method or batch changes, in half precision, too; slower",
+    )
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,

@@ -81,7 +81,7 @@ class EvaluationPlan:
     device: torch.device
     dtype: torch.dtype
     attention: str
-    """The attention backend: "flash", "triton", "native" or "sdpa"."""
+    """The attention backend: "flash", "triton", "native", "sdpa" or "deterministic"."""
     notes: list[str] = field(default_factory=list)
     """Lines for the user: the chat format if it is not obvious, and the prompts that are left out."""
 

@@ -7,7 +7,7 @@ from threading import Condition, Thread
 from typing import Any
 
 from longspec.errors import first_line
-from longspec.inference.arguments import checked_drafting
+from longspec.inference.arguments import checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine, check_positive
 from longspec.inference.engine.requests import (
@@ -41,18 +41,21 @@ class Scheduler:
         memory: int | None = None,
         max_queue: int = 256,
         prefill_chunk: int = PREFILL_CHUNK,
+        deterministic: bool = False,
         **drafting: Any,
     ) -> None:
         """method, drafting: the fields of `Drafting`.
 
         max_rows: requests that run at the same time; memory: bytes for their caches and passes, None takes 90% of the
         free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
+        deterministic: as for `longspec.generate`.
         Raises UserError.
         """
         check_pair(model)
         checked = checked_drafting(model, Drafting(method, **drafting), allow_untrained_draft=False)
         check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
-        settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk)
+        attention = chosen_attention("auto", deterministic)
+        settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk, attention=attention)
         self.engine = RequestEngine(model, settings)
         self.engine.on_finished = self._note_finished
         self.batch, self._worker = self.engine.batch, self.engine.worker

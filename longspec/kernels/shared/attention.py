@@ -57,7 +57,7 @@ class DecodingAttention(Protocol):
     """A backend. Slots after the used ones may hold anything, NaN included, without effect on a result."""
 
     name: str
-    """Kernels that read the prefix: "flash", "triton", "native" or "sdpa"."""
+    """Kernels that read the prefix: "flash", "triton", "native", "sdpa" or "deterministic"."""
     capturable: bool
     """Whether a CUDA graph may capture the calls, because no value of `lengths` is read on the host."""
 

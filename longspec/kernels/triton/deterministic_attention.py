@@ -8,8 +8,6 @@ Query rows are the narrow side of all matrix products, so that the number of row
 additions are not fused, because compilers choose differently in different kernels.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -32,13 +30,13 @@ class DeterministicAttention(TritonAttention):
     name = "deterministic"
 
     def hybrid(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
-        return partial(self._verify, lengths, tree_mask)
-
-    def _verify(
-        self, lengths: Tensor, tree_mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> Tensor:
         assert tree_mask is not None
-        return tree_attention(q, k, v, lengths, tree_mask, scale, self.gpu.shared_memory, self.gpu.overlaps)
+        paths = root_paths(tree_mask) if tree_mask.shape[2] > 1 else None
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return path_attention(q, k, v, lengths, paths, scale, self.gpu.shared_memory, self.gpu.overlaps)
+
+        return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
         return super().hybrid(lengths, None)(q, k, v, scale)
@@ -87,6 +85,20 @@ def _merge(out, row_sum, row_max, later_out, later_sum, later_max):
     decay = tl.exp2(row_max - finite(new_max))
     later = tl.exp2(later_max - finite(new_max))
     return out * decay[None, :] + later_out * later[None, :], row_sum * decay + later_sum * later, new_max
+
+
+# paths[b, i] = depth, then the nodes on the path from the root to node i, which are the visible ones in the order of
+# their numbers. One program takes one node.
+@triton.jit
+def _paths_kernel(mask_ptr, paths_ptr, stride_mb, stride_mq, stride_mk, NODES: tl.constexpr, BLOCK: tl.constexpr):
+    node, batch = tl.program_id(0), tl.program_id(1)
+    number = tl.arange(0, BLOCK)
+    mask_row = mask_ptr + batch.to(tl.int64) * stride_mb + node * stride_mq
+    on_path = tl.load(mask_row + number * stride_mk, mask=number < NODES, other=0).to(tl.int32) != 0
+    rank = tl.cumsum(on_path.to(tl.int32), 0)
+    path = paths_ptr + (batch * tl.num_programs(0) + node).to(tl.int64) * (NODES + 1)
+    tl.store(path, tl.max(rank, 0) - 1)
+    tl.store(path + rank, number, mask=on_path)
 
 
 # The states over the whole blocks of the prefix, per split: outs [P, B, K, rows, D], sums and maxima [P, B, K, rows].
@@ -160,13 +172,13 @@ def _whole_blocks_kernel(
 # keys up to the last whole block of the prefix are in the states of `_whole_blocks_kernel`: it merges the complete
 # splits, continues the last one with the prefix's rest and the node's ancestors, and merges this. Otherwise one program
 # takes BLOCK_M rows of a chain of nodes at the positions from `start` on, and reads all keys.
-@triton.jit(do_not_specialize=["start", "kv_heads", "group", "num_rows"])
+@triton.jit(do_not_specialize=["start", "path_size", "kv_heads", "group", "num_rows"])
 def _last_blocks_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     lengths_ptr,
-    mask_ptr,
+    paths_ptr,
     outs_ptr,
     sums_ptr,
     maxima_ptr,
@@ -180,20 +192,17 @@ def _last_blocks_kernel(
     stride_vb,
     stride_vh,
     stride_vs,
-    stride_mb,
-    stride_mq,
-    stride_mk,
     stride_ob,
     stride_oh,
     stride_on,
     scale_log2,
     start,
+    path_size,
     kv_heads,
     group,
     num_rows,
     CONTINUES: tl.constexpr,
-    TREE_NODES: tl.constexpr,
-    NODES_PADDED: tl.constexpr,
+    HAS_PATHS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -215,13 +224,9 @@ def _last_blocks_kernel(
         end_row = first_row + group
         length = tl.load(lengths_ptr + batch).to(tl.int32)
         last = length
-        if TREE_NODES > 1:
-            # The visible nodes, in order of their numbers, are the path from the root: the r-th is at depth r.
-            number = tl.arange(0, NODES_PADDED)
-            mask_row = mask_ptr + batch * stride_mb + tl.program_id(0).to(tl.int64) * stride_mq
-            on_path = tl.load(mask_row + number * stride_mk, mask=number < TREE_NODES, other=0).to(tl.int32) != 0
-            depth = tl.where(on_path, tl.cumsum(on_path.to(tl.int32), 0) - 1, -1)
-            last = length + tl.max(depth, 0)
+        if HAS_PATHS:
+            path = paths_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * (path_size + 1)
+            last += tl.load(path)
         unread = length // BLOCK_N * BLOCK_N
     else:
         first_row = tl.program_id(0) * BLOCK_M
@@ -263,10 +268,9 @@ def _last_blocks_kernel(
         for block in range(tl.maximum(_split_begin(split), unread), end, BLOCK_N):
             key = block + tl.arange(0, BLOCK_N)
             slot = key
-            if TREE_NODES > 1:
-                is_node = depth[None, :] == (key - length)[:, None]
-                ancestor = tl.sum(tl.where(is_node & on_path[None, :], number[None, :], 0), 1)
-                slot = tl.where(key < length, key, length + ancestor)
+            if HAS_PATHS:
+                in_tree = (key >= length) & (key <= last)
+                slot = tl.where(in_tree, length + tl.load(path + 1 + key - length, mask=in_tree, other=0), key)
             # Lanes past the last key read nothing and count as 0, for all queries at the same places.
             in_keys = (key <= last)[:, None] & (dim < HEAD_DIM)[None, :]
             k = tl.load(k_base + slot.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=in_keys, other=0.0)
@@ -285,23 +289,37 @@ def _last_blocks_kernel(
     tl.store(out_row[None, :] + dim[:, None], out / row_sum[None, :], mask=in_tile)
 
 
-def tree_attention(
+def root_paths(tree_mask: Tensor) -> Tensor:
+    """The depth of each node, then the nodes on its path from the root: int32 [B, N, M + 1], undefined after the path.
+
+    tree_mask: bool [B, N, M], True where node j is on the path to node i; a path's numbers increase.
+    """
+    batch, nodes, keys = tree_mask.shape
+    paths = torch.empty(batch, nodes, keys + 1, dtype=torch.int32, device=tree_mask.device)
+    # At least one node per thread.
+    block = max(128, triton.next_power_of_2(keys))
+    _paths_kernel[(nodes, batch)](
+        tree_mask.view(torch.uint8), paths, *tree_mask.stride(), NODES=keys, BLOCK=block, num_warps=4
+    )
+    return paths
+
+
+def path_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
-    tree_mask: Tensor,
+    paths: Tensor | None,
     scale: float,
     shared_memory: int,
     overlap: bool,
 ) -> Tensor:
-    """Attention of each node to its prefix and its ancestors, which see what they would see as accepted tokens.
+    """Attention of each node to its prefix and to the nodes on its path, itself included, as if they were accepted.
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D]; last dimensions contiguous; one dtype (fp32, fp16, bf16). lengths int
-    [B]. tree_mask bool [B, N, M], True where query i sees node j in slot lengths[b] + j: the nodes on the path from the
-    root, which come in the order of their numbers. shared_memory: bytes available to a program. overlap: let the second
-    kernel start early. Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]. Raises ValueError for tensors of
-    other layouts.
+    [B]. Node j is in slot lengths[b] + j. paths: see `root_paths`; None for a single node. shared_memory: bytes
+    available to a program. overlap: let the second kernel start early. Returns [B, H, N, D] in q's dtype, a view of
+    [B, N, H, D]. Raises ValueError for tensors of other layouts.
     """
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
@@ -318,13 +336,13 @@ def tree_attention(
         OVERLAP=overlap,
         **_launch_options(q, block_m, 4, shared_memory),
     )
-    return _last_blocks(q, k, v, lengths, tree_mask, (outs, sums, maxima), 0, scale, shared_memory, overlap)
+    return _last_blocks(q, k, v, lengths, paths, (outs, sums, maxima), 0, scale, shared_memory, overlap)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
     """Attention of a chunk of the prompt: query i of N is at position S - N + i and sees the keys up to its own.
 
-    q [B, H, N, D]; k, v [B, K, S, D]. Dtypes, layout, result and errors as in `tree_attention`.
+    q [B, H, N, D]; k, v [B, K, S, D]. Dtypes, layout, result and errors as in `path_attention`.
     """
     check_layout(q, k, v)
     return _last_blocks(q, k, v, None, None, None, k.shape[2] - q.shape[2], scale, shared_memory, False)
@@ -335,7 +353,7 @@ def _last_blocks(
     k: Tensor,
     v: Tensor,
     lengths: Tensor | None,
-    tree_mask: Tensor | None,
+    paths: Tensor | None,
     states: tuple[Tensor, Tensor, Tensor] | None,
     start: int,
     scale: float,
@@ -349,16 +367,15 @@ def _last_blocks(
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     block_m = MANY_ROWS if states is None else max(16, triton.next_power_of_2(group))
     tiles = triton.cdiv(group * nodes, block_m) if states is None else nodes
-    mask = None if tree_mask is None else tree_mask.view(torch.uint8)
     # A pointer argument that the kernel does not read is q.
-    pointers = [q if x is None else x for x in (lengths, mask, *(states or (None,) * 3))]
+    pointers = [q if x is None else x for x in (lengths, paths, *(states or (None,) * 3))]
     _last_blocks_kernel[(tiles, batch * kv_heads)](
         *(q, k, v, *pointers, out),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *(mask.stride() if mask is not None else (0, 0, 0))),
-        *(*out.stride()[:3], scale * LOG2_E, start, kv_heads, group, group * nodes),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        *(*out.stride()[:3], scale * LOG2_E, start, 0 if paths is None else paths.shape[2] - 1),
+        *(kv_heads, group, group * nodes),
         CONTINUES=states is not None,
-        TREE_NODES=0 if mask is None else mask.shape[2],
-        NODES_PADDED=0 if mask is None else triton.next_power_of_2(mask.shape[2]),
+        HAS_PATHS=paths is not None,
         OVERLAP=overlap,
         **_launch_options(q, block_m, 3 if states is None else 2, shared_memory),
         # Programmatic dependent launch; older versions of Triton do not know the option.

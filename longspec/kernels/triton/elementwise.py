@@ -241,8 +241,9 @@ def _rotate(
     q = qkv.new_empty(batch, nodes, q_heads, head_dim)
     heads = q_heads + 2 * kv_heads
 
-    # Few heads per program where there is little work, so that it spreads over the device.
-    block_h = 4 if batch * nodes * heads < 1 << 14 else 16
+    # Few heads per program where there is little work, so that it spreads over the device. With norms always, because
+    # the order of a norm's sum follows from the size of the block.
+    block_h = 4 if norms is not None or batch * nodes * heads < 1 << 14 else 16
     _rotate_and_store_kernel[(batch * nodes, triton.cdiv(heads, block_h))](
         qkv,
         positions.contiguous(),

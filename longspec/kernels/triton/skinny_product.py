@@ -4,6 +4,10 @@ The limit is the time to read the weights, which library kernels with square til
 weight is the tall operand of the tensor cores and the rows are the narrow one. From 65 rows on there is a second,
 narrow accumulator, instead of one padded to 128. Accumulation is in fp32.
 
+With `fixed_order`, the sums of a row are the same bits for any number of rows: blocks and parts of the columns follow
+from the weight's shape and dtype alone, and an element of a tensor core's result does not depend on the width of its
+tile. Any number of rows is then allowed.
+
 T is the number of rows (tokens), E the input size, O the output size.
 """
 
@@ -15,7 +19,9 @@ from torch import Tensor
 from longspec.kernels.shared.device import describe_gpu
 
 MAX_ROWS = 80
-"""Largest T."""
+"""Largest T without `fixed_order`, and of a single tile."""
+WIDE_TILE = 128
+"""Rows per tile beyond MAX_ROWS; from two tiles on, programs take as many rows of the weight."""
 BLOCK_N = 64
 """Rows of the weight per program."""
 MOST_PARTS = 4
@@ -27,8 +33,8 @@ SHORT_BLOCK = 64
 
 # out[t, o] = sum_e x[t, e] * weight[o, e] + bias[o], and if GATED out = silu(gate) * up, where gate is that sum over
 # the first half of the rows of the weight and up over the second. With SPLITS > 1, part s has the sum over the s-th
-# share of the columns. One program takes BLOCK_N outputs of one part for all rows: BLOCK_M in `acc`, TAIL_M more in
-# `acc_tail`.
+# share of the columns. One program takes BLOCK_N outputs of one part for a tile of rows: BLOCK_M in `acc`, TAIL_M more
+# in `acc_tail`.
 @triton.jit
 def _skinny_product_kernel(
     x_ptr,
@@ -48,13 +54,14 @@ def _skinny_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Grid: tiles of x, which share the weight's rows in the L2 cache, rows of the weight, parts.
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < rows
     # Each part takes the same number of whole blocks of columns; the last part takes the rest.
     share = tl.cdiv(tl.cdiv(width, SPLITS), BLOCK_K) * BLOCK_K
-    first = tl.program_id(1) * share
+    first = tl.program_id(2) * share
     end = tl.minimum(first + share, width)
-    token = tl.arange(0, BLOCK_M)
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     TAIL: tl.constexpr = TAIL_M if TAIL_M > 0 else 16  # without a tail its tensors are never used
     tail = BLOCK_M + tl.arange(0, TAIL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -99,30 +106,32 @@ def _skinny_product_kernel(
         acc = acc * tl.sigmoid(acc) * up
         acc_tail = acc_tail * tl.sigmoid(acc_tail) * up_tail
     # Parts are laid out [P, T, O]. The accumulator is [O, T], so the store transposes.
-    out = out_ptr + tl.program_id(1).to(tl.int64) * tokens * rows + row[:, None]
+    out = out_ptr + tl.program_id(2).to(tl.int64) * tokens * rows + row[:, None]
     tl.store(out + token[None, :] * rows, acc, mask=in_rows[:, None] & (token < tokens)[None, :])
     if TAIL_M > 0:
         tl.store(out + tail[None, :] * rows, acc_tail, mask=in_rows[:, None] & (tail < tokens)[None, :])
 
 
-def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-    """x @ weight.T + bias, [T, O], for T <= MAX_ROWS.
+def skinny_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False, fixed_order: bool = False
+) -> Tensor:
+    """x @ weight.T + bias, [T, O], for T <= MAX_ROWS, or for any T with fixed_order.
 
     x [T, E] and weight [O, E] are contiguous; bias [O]. gated: the weight is [2 O, E], with the gates first, and the
     result is silu(gate) * up.
     """
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(len(x), rows)
-    _launch(x, weight, bias, out, rows, gated, splits=1)
+    _launch(x, weight, bias, out, rows, gated, 1, fixed_order)
     return out
 
 
-def split_product(x: Tensor, weight: Tensor) -> Tensor:
+def split_product(x: Tensor, weight: Tensor, fixed_order: bool = False) -> Tensor:
     """P parts of x @ weight.T, fp32 [P, T, O], which sum to it; P follows from the weight's shape and the device."""
     rows, width = weight.shape
     parts = count_parts(rows, width, describe_gpu(x.device).multiprocessors)
     out = torch.empty(parts, len(x), rows, dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, out, rows, False, parts)
+    _launch(x, weight, None, out, rows, False, parts, fixed_order)
     return out
 
 
@@ -135,19 +144,34 @@ def count_parts(rows: int, width: int, multiprocessors: int) -> int:
     return next((parts for parts in range(most, 2, -1) if width % (SHORT_BLOCK * parts) == 0), 2)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, gated: bool, splits: int) -> None:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    rows: int,
+    gated: bool,
+    splits: int,
+    fixed_order: bool,
+) -> None:
     tokens, width = x.shape
 
     # 16 is the smallest size of a matrix product.
     block_m, tail_m = (64, 16) if tokens > 64 else (max(16, triton.next_power_of_2(tokens)), 0)
+    block_n, num_warps = BLOCK_N, 4
+    if tokens > MAX_ROWS:
+        block_m, tail_m = WIDE_TILE, 0
+    if tokens > WIDE_TILE and rows >= WIDE_TILE:
+        block_n, num_warps = WIDE_TILE, 8
     # More rows and a gate need more shared memory per stage, so as many stages run as fit, at most 5.
-    block_k = SHORT_BLOCK if splits > 2 or (tokens > 16 and splits == 1) else 2 * SHORT_BLOCK
+    is_many = x.dtype == torch.float32 if fixed_order else tokens > 16 and splits == 1
+    block_k = SHORT_BLOCK if splits > 2 or is_many else 2 * SHORT_BLOCK
     # Shorter steps where they divide the parts and the longer ones do not, because then no load is masked.
     if width % (block_k * splits) and width % (SHORT_BLOCK * splits) == 0:
         block_k = SHORT_BLOCK
-    stage_bytes = x.element_size() * block_k * (BLOCK_N * (2 if gated else 1) + block_m + tail_m)
+    stage_bytes = x.element_size() * block_k * (block_n * (2 if gated else 1) + block_m + tail_m)
 
-    _skinny_product_kernel[(triton.cdiv(rows, BLOCK_N), splits)](
+    _skinny_product_kernel[(triton.cdiv(tokens, block_m + tail_m), triton.cdiv(rows, block_n), splits)](
         x,
         weight,
         x if bias is None else bias,
@@ -162,8 +186,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: i
         EVEN=width % (block_k * splits) == 0,
         BLOCK_M=block_m,
         TAIL_M=tail_m,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=max(1, min(5, describe_gpu(x.device).shared_memory // stage_bytes)),
     )

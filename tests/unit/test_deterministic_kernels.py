@@ -1,0 +1,148 @@
+"""Kernels whose result for a row is the same, bit for bit, whatever else a pass computes."""
+
+import attention_reference
+import pytest
+import torch
+from kernel_devices import DEVICES
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.triton.deterministic_attention import causal_attention, count_splits, path_attention, root_paths
+from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store
+from longspec.kernels.triton.skinny_product import skinny_product, split_product
+
+SHARED_MEMORY = 160 * 1024
+DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+"""The interpreter has no bf16 dot, and the order of its fp32 dot depends on the shape."""
+
+
+def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def random_tree(nodes: int, device: str) -> Tensor:
+    """visible [1, N, N]: each node's parent is one of the three before it, so that paths are long and differ."""
+    generator = torch.Generator().manual_seed(nodes)
+    visible = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent = int(torch.randint(max(0, node - 3), node, (1,), generator=generator))
+        visible[node] |= visible[parent]
+    return visible[None].to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "width"), [(70, 96), (200, 640), (128, 576)])
+def test_products_of_a_row_do_not_depend_on_the_other_rows(
+    rows: int, width: int, dtype: torch.dtype, device: str
+) -> None:
+    """One row, each kind of tile, and several tiles."""
+    x = random(300, width, dtype=dtype, device=device)
+    weight = random(2 * rows, width, dtype=dtype, device=device, seed=1) / width**0.5
+    bias = random(rows, dtype=dtype, device=device, seed=2)
+
+    def products(x: Tensor) -> list[Tensor]:
+        plain = skinny_product(x, weight[:rows], bias, fixed_order=True)
+        return [plain, skinny_product(x, weight, None, True, True), *split_product(x, weight[:rows], True)]
+
+    whole = products(x)
+    expected = x.float() @ weight[:rows].float().t()
+    torch.testing.assert_close(whole[0].float(), expected + bias.float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(sum(whole[2:]), expected, rtol=0.02, atol=0.02)
+    for first, count in [(0, 1), (299, 1), (70, 1), (3, 17), (150, 40), (100, 69), (5, 81), (9, 200)]:
+        own = slice(first, first + count)
+        for got, all_rows in zip(products(x[own]), whole, strict=True):
+            assert torch.equal(got, all_rows[own]), (first, count)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, device: str) -> None:
+    """Norms of the residual stream, and those of heads with the rotation, which has other blocks for many rows."""
+    tokens, heads, head_dim, some = 1400, 12, 128, slice(7, 60)
+    x, weight = random(70, 576, dtype=dtype, device=device), random(576, dtype=dtype, device=device, seed=1)
+    parts = random(3, 70, 576, dtype=torch.float32, device=device, seed=2)
+    normed = rms_norm(x[some].clone(), weight, 1e-6, parts[:, some].contiguous())
+    assert torch.equal(normed, rms_norm(x.clone(), weight, 1e-6, parts)[some])
+
+    if device == "cpu":  # too slow for as many rows
+        return
+    qkv = random(1, tokens, heads * head_dim, dtype=dtype, device=device, seed=3)
+    q_norm, k_norm = random(2, head_dim, dtype=dtype, device=device, seed=4)
+    cos, sin = random(2, tokens, head_dim, dtype=dtype, device=device, seed=5)
+
+    def rotated(own: slice) -> list[Tensor]:
+        keys, values = torch.zeros(2, 1, 2, tokens, head_dim, dtype=dtype, device=device)
+        positions = torch.arange(tokens, device=device)[None, own]
+        norms = HeadNorms(q_norm, k_norm, 1e-6)
+        q = rotate_and_store(qkv[:, own].contiguous(), positions, (cos, sin), keys, values, positions, norms)
+        return [q, keys[:, :, own], values[:, :, own]]
+
+    for got, whole in zip(rotated(some), rotated(slice(0, tokens)), strict=True):
+        assert torch.equal(got, whole[:, :, some])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_paths_and_splits_are_those_of_their_definition(device: str) -> None:
+    mask = torch.cat([random_tree(37, device), torch.eye(37, dtype=torch.bool, device=device)[None]])
+    paths, expected = root_paths(mask), attention_reference.root_paths(mask)
+    used = torch.arange(38, device=device) <= expected[..., :1] + 1
+    assert torch.equal(paths.where(used, 0), expected)
+    ends = [256 * n for n in range(1, 17)] + [4096 + 1024 * n for n in range(1, 29)] + [32768 + 4096, 32768 + 8192]
+    for slots in (1, 255, 256, 257, 4096, 4097, 32767, 32768, 32769, 40000):
+        assert count_splits(slots) == next(number for number, end in enumerate(ends, 1) if end >= slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "group", "nodes", "head_dim"),
+    [
+        ([70, 3], 2, 2, 9, 16),
+        ([0, 63, 250], 1, 3, 22, 64),
+        ([127], 1, 8, 12, 96),
+        ([190, 64], 1, 1, 40, 128),
+        ([4090], 1, 2, 9, 16),
+    ],
+)
+def test_a_node_attends_like_one_token_after_its_path(
+    lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """As decoding one token and as prefill, with paths that end in a later block or split than the prefix."""
+    shape = (len(lengths), kv_heads, max(lengths) + nodes + 70, head_dim)
+    k, v = random(2, *shape, dtype=dtype, device=device)
+    q = random(len(lengths), nodes, kv_heads * group, head_dim, dtype=dtype, device=device, seed=1).transpose(1, 2)
+    paths = root_paths(random_tree(nodes, device).expand(len(lengths), -1, -1))
+    scale, on_device = head_dim**-0.5, torch.tensor(lengths, dtype=torch.int32, device=device)
+    got = path_attention(q, k, v, on_device, paths, scale, SHARED_MEMORY, False)
+    expected = attention_reference.path_attention(q, k, v, on_device, paths, scale, SHARED_MEMORY, False)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.004)
+
+    for row, length in enumerate(lengths):
+        for node in range(0, nodes, 1 if device == "cuda" else 4):
+            depth, *path = paths[row, node].tolist()
+            slots = [*range(length), *(length + number for number in path[: depth + 1])]
+            # Later slots hold what earlier rounds left.
+            keys, values = (torch.full_like(x[row, None], torch.nan) for x in (k, v))
+            keys[:, :, : len(slots)], values[:, :, : len(slots)] = k[row, None][:, :, slots], v[row, None][:, :, slots]
+            last = torch.tensor([len(slots) - 1], dtype=torch.int32, device=device)
+            one = q[row, None, :, node, None]
+            alone = path_attention(one, keys, values, last, None, scale, SHARED_MEMORY, False)
+            assert torch.equal(alone[0, :, 0], got[row, :, node]), (row, node)
+            read = causal_attention(one, keys[:, :, : len(slots)], values[:, :, : len(slots)], scale, SHARED_MEMORY)
+            assert torch.equal(read[0, :, 0], got[row, :, node]), (row, node)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_chunks_of_a_prompt_do_not_change_its_attention(dtype: torch.dtype, device: str) -> None:
+    k, v = random(2, 1, 2, 300, 64, dtype=dtype, device=device)
+    q = random(1, 6, 300, 64, dtype=dtype, device=device, seed=1)
+    whole = causal_attention(q, k, v, 0.125, SHARED_MEMORY)
+    expected = attention_reference.causal_attention(q, k, v, 0.125, SHARED_MEMORY)
+    torch.testing.assert_close(whole, expected, rtol=0.02, atol=0.004)
+    for first, end in [(0, 5), (5, 255), (255, 257), (257, 300)]:
+        chunk = causal_attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], 0.125, SHARED_MEMORY)
+        assert torch.equal(chunk, whole[:, :, first:end])
