@@ -113,6 +113,7 @@ def served(model: GlideMixin, prompts: list[list[int]], mode: dict[str, Any]) ->
     drafting = Drafting(options.pop("method"), **options)
     settings = EngineSettings(drafting, 3, memory=2**30, prefill_chunk=96, attention=DETERMINISTIC)
     engine = RequestEngine(model, settings)
+    engine.prepare(captures=False)
     answers: list[list[int]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
 
