@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from layer_reference import rotate_and_store
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree, PrefixParts
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import buffer_visible
 
 if TYPE_CHECKING:
@@ -110,6 +112,31 @@ def prefix_and_tree_attention(
         lses = torch.cat([parts.lses[:, row], rest_lse])
         out[row] = merge_states(outs, lses)[0]
     return out
+
+
+def token_attention(
+    qkv: Tensor,
+    slots: TokenSlots,
+    lengths: Tensor,
+    scale: float,
+    norms: HeadNorms | None,
+    arrivals: Tensor,
+    num_splits: int,
+    tiles: Tiles,
+) -> Tensor:
+    """Reference of `token_attention.token_attention`."""
+    positions, rope, keys, values, numbers, rows = slots
+    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    q = rotate_and_store(qkv, positions, rope, keys, values, numbers, norms, rows)
+    _, k, v = qkv.unflatten(-1, (-1, head_dim)).split([q.shape[1], kv_heads, kv_heads], 2)
+    own = torch.empty(2, len(qkv), kv_heads, 1, head_dim, dtype=qkv.dtype, device=qkv.device)
+    kv = torch.cat([k, v], 2).flatten(2)
+    rotate_and_store(kv, positions, rope, *own, torch.zeros_like(numbers), norms)
+    out = torch.empty_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        k_row, v_row = (torch.cat([x[row, :, :length], y[row]], 1) for x, y in zip((keys, values), own, strict=True))
+        out[row] = attention_with_lse(q[row, None], k_row[None], v_row[None], None, scale)[0][0]
+    return out.transpose(1, 2).flatten(2)
 
 
 def window_attention(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner, model_backend
 from longspec.kernels import DETERMINISTIC
 from longspec.kernels.backend import Backend
+from longspec.kernels.shared.attention import AttendToken
 from longspec.kernels.shared.device import plain_gpu
 from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
 from longspec.models.draft_layer import GlideDecoderLayer, head_dim
@@ -81,6 +82,7 @@ class FusedRunner(Runner):
         states: LayerInputs | None = None,
     ) -> Tensor:
         stream = self.embed(tokens)
+        project = partial(attend.project, scale=self.scale) if isinstance(attend, AttendToken) else None
         for number, (layer, keys, values) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
             if states is not None and number in states.layers:
                 states.see(number, stream.current())
@@ -89,7 +91,7 @@ class FusedRunner(Runner):
                 return attend(q, keys, values, self.scale)
 
             store = TokenSlots(positions, self.rope, keys, values, slots, cache.selected)
-            layer.add_to(stream, store, attend_in_layer)
+            layer.add_to(stream, store, attend_in_layer, project)
         return stream.normed(self.backbone.norm.weight)
 
     def draft(

@@ -6,7 +6,7 @@ backend's residual stream (`layers` in `kernels.triton`, `kernels.native` and `k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from longspec.models.target_attention import QueryAttend
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 FEATURE = "feature_proj"
 """Name of the additional linear in a draft with a target feature."""
+ProjectionAttend = Callable[[Tensor, TokenSlots, HeadNorms | None], Tensor]
+"""`AttendToken.project` at a layer's scale."""
 
 
 def can_fuse(model: Any) -> bool:
@@ -193,11 +195,16 @@ class _FusedSelfAttention:
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.head_norms = _head_norms(attention)
 
-    def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
+    def add_to(
+        self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend, project: ProjectionAttend | None = None
+    ) -> None:
         # One product for queries, keys and values, which are then rotated and stored together.
         qkv = stream.project(self.norm, self.qkv.weight, self.qkv.bias)
-        q = stream.rotate_and_store(qkv, slots, self.head_norms)
-        _add_product(stream, _heads_last(attend(q)), self.output)
+        if project is not None:
+            heads = project(qkv, slots, self.head_norms)
+        else:
+            heads = _heads_last(attend(stream.rotate_and_store(qkv, slots, self.head_norms)))
+        _add_product(stream, heads, self.output)
 
 
 class FusedTargetLayer:
@@ -207,9 +214,11 @@ class FusedTargetLayer:
         self.attention = _FusedSelfAttention(layer.input_layernorm, layer.self_attn)
         self.mlp = _FusedMLP(layer.post_attention_layernorm, layer.mlp)
 
-    def add_to(self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend) -> None:
-        """Add the layer's two branches. Its keys and values are stored before `attend` runs."""
-        self.attention.add_to(stream, slots, attend)
+    def add_to(
+        self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend, project: ProjectionAttend | None = None
+    ) -> None:
+        """Add the layer's two branches. Its keys and values are stored before `attend` runs, or by `project`."""
+        self.attention.add_to(stream, slots, attend, project)
         self.mlp.add_to(stream)
 
 

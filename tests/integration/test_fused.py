@@ -24,8 +24,10 @@ from longspec.inference.runner import Runner, model_backend
 from longspec.inference.sampling import GREEDY
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeBackend
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.torch.attention import SdpaAttention
 from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.fused import MergedLinear, can_fuse
@@ -104,6 +106,25 @@ def test_fused_passes_equal_transformers_modules(
     plain = passes(Runner(model), prompts, lengths, rounds=1)
     fused = passes(FusedRunner(model, BACKENDS[backend](model_backend(model).attention)), prompts, lengths, rounds=1)
     for want, got in zip(plain, fused, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_a_pass_of_one_token_attends_from_the_projection(tmp_path: Path, family: str, device: str) -> None:
+    """A ragged batch: tokens, hidden states and keys and values of vanilla rounds equal those of transformers."""
+    model = random_pair(tmp_path, family).to(device)
+    prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
+    attention = TritonAttention(describe_gpu(torch.device(device)))
+    found = []
+    for runner in (Runner(model), FusedRunner(model, BACKENDS["triton"](attention))):
+        engine = StaticBatch(runner, make_drafter(Drafting("vanilla"), runner, 2, GREEDY), GREEDY, prompts, [9, 4], 20)
+        outputs = [engine.prefill()]
+        for _ in range(3):
+            outputs += engine.round(torch.ones(2, dtype=torch.bool, device=device))[:2]
+        used = slice(0, int(engine.cache.lengths.max()))
+        found.append([*outputs, engine.cache.keys[..., used, :], engine.cache.values[..., used, :]])
+    for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 

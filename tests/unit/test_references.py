@@ -24,6 +24,7 @@ REFERENCES = {
     "flash_attention": "attention_reference",
     "paged_attention": "attention_reference",
     "prefix_attention": "attention_reference",
+    "token_attention": "attention_reference",
     "tree_attention": "attention_reference",
     "window_attention": "attention_reference",
     "elementwise": "layer_reference",

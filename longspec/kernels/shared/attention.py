@@ -5,13 +5,30 @@ q is [B, H, N, D]; k and v are [B, K, S, D] with a contiguous last dimension; ou
 `lengths` is int [B]: the prefix of sequence b is in slots 0 … lengths[b] - 1. A query that sees no key gets 0.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
+
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attention of one layer of a verification pass: (q [B, H, N, D], k, v [B, K, S, D], scale) -> [B, H, N, D]."""
+
+
+class AttendToken(ABC):
+    """An `Attend` of passes of one token per sequence that can also start from their merged projections."""
+
+    @abstractmethod
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+
+    @abstractmethod
+    def project(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None, scale: float) -> Tensor:
+        """`ResidualStream.rotate_and_store`, then attention: [B, 1, H·D].
+
+        qkv: contiguous [B, 1, (H + 2K)·D]. slots: of a whole cache, without `rows`.
+        """
 
 
 class PrefixParts(NamedTuple):

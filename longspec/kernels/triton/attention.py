@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 from torch import Tensor
 
-from longspec.kernels.shared.attention import Attend, PrefixParts
+from longspec.kernels.shared.attention import Attend, AttendToken, PrefixParts
 from longspec.kernels.shared.device import Gpu
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import causal_prefill
-from longspec.kernels.triton.attention_tiles import count_splits, prefix_tiles, programs_at_once
+from longspec.kernels.triton.attention_tiles import (
+    count_splits,
+    prefix_tiles,
+    programs_at_once,
+    tree_attention_tiles,
+)
 from longspec.kernels.triton.prefix_attention import prefix_attention
+from longspec.kernels.triton.token_attention import token_attention
 from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
 from longspec.kernels.triton.window_attention import window_attention
 
@@ -39,6 +47,8 @@ class TritonAttention:
             parts = attend_to_prefix(q, k, v, scale)
             return prefix_and_tree_attention(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
 
+        if tree_mask is not None and tree_mask.shape[1:] == (1, 1):
+            return _OneToken(attend, lengths, self.gpu)
         return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -80,3 +90,24 @@ class TritonAttention:
         kv_heads, slots = k.shape[1:3]
         programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
         return count_splits(programs, slots, at_once * self.gpu.multiprocessors)
+
+
+class _OneToken(AttendToken):
+    """Attention of a pass of one token per sequence, which sees the prefix and itself."""
+
+    def __init__(self, attend: Attend, lengths: Tensor, gpu: Gpu) -> None:
+        self.attend, self.lengths, self.gpu = attend, lengths, gpu
+        self.arrivals: Tensor | None = None
+        """Counters that all layers of the pass use, one after the other."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.attend(q, k, v, scale)
+
+    def project(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None, scale: float) -> Tensor:
+        batch, kv_heads, capacity, head_dim = slots.keys.shape
+        if self.arrivals is None:
+            self.arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=qkv.device)
+        tiles = tree_attention_tiles(head_dim, qkv.dtype, self.gpu.shared_memory)
+        at_once = programs_at_once(tiles, head_dim, qkv.dtype, self.gpu.shared_memory)
+        splits = count_splits(batch * kv_heads, capacity, at_once * self.gpu.multiprocessors)
+        return token_attention(qkv, slots, self.lengths, scale, norms, self.arrivals, splits, tiles)

@@ -26,7 +26,7 @@ from longspec.kernels.triton.online_softmax import attend_to_slots, finite
 # and out / sum is the attention to all keys. For two states this is sigmoid(lse_1 - lse_2) * out_1 + sigmoid(lse_2 -
 # lse_1) * out_2. Everything is in base 2.
 @triton.jit
-def _merge_parts(
+def merge_parts(
     out,
     row_sum,
     row_max,
@@ -152,7 +152,7 @@ def _tree_attention_kernel(
             tl.extra.cuda.gdc_wait()
         lse_rows = lses_ptr + batch * stride_lb + head * stride_lh + node * stride_ln
         part_rows = parts_ptr + batch * stride_pb + head * stride_ph + node * stride_pn
-        out, row_sum = _merge_parts(
+        out, row_sum = merge_parts(
             out, row_sum, row_max, part_rows, lse_rows, stride_pp, stride_lp, in_rows, in_tile, dim, PARTS, PARTS_PADDED
         )
 
