@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from layer_reference import rms_norm
 from torch import Tensor
 
 from longspec.kernels.shared.device import describe_gpu
@@ -16,8 +17,12 @@ def vector_product(
     bias: Tensor | None = None,
     gated: bool = False,
     add_to: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Reference of `vector_product.vector_product`."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
     product = _product(x, weight, bias, gated)
     return product.to(x.dtype) if add_to is None else add_to.copy_(add_to + product)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton import skinny_product as skinny
+from longspec.kernels.triton.elementwise import rms_norm
 from longspec.kernels.triton.layers import TritonStream
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
 from longspec.kernels.triton.vector_product import vector_product
@@ -44,6 +45,9 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         (8, 3584),
         (4, 18944),
         (6, 768),
+        (10, 576),
+        (6, 2048),
+        (2, 100),
     ],
 )
 @pytest.mark.parametrize("gated", [False, True])
@@ -89,13 +93,33 @@ def test_skinny_products_equal_their_references(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (2, 3), (2, 50)])
+@pytest.mark.parametrize("width", [64, 100, 576, 1536])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_short_vector_is_normalized_in_its_product(width: int, gated: bool, dtype: torch.dtype, device: str) -> None:
+    """Rounded as transformers does; a program that reaches past the last row changes nothing."""
+    x, norm = (3 * random(1, 1, width)).to(device, dtype), random(width, seed=1).to(device, dtype)
+    weight = (random(10, width, seed=2) / width**0.5).to(device, dtype)
+    expected = product_reference.vector_product(x, weight, gated=gated, norm=norm, eps=1e-3)
+    got = vector_product(x, weight, gated=gated, norm=norm, eps=1e-3)
+    torch.testing.assert_close(got, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_normalized_vector_is_rounded_before_its_weight_and_after(dtype: torch.dtype, device: str) -> None:
+    """The product with the identity is the norm, but for sums of squares in another order."""
+    x, norm = (3 * random(1, 1, 256)).to(device, dtype), random(256, seed=1).to(device, dtype)
+    got = vector_product(x, torch.eye(256, dtype=dtype, device=device), norm=norm, eps=1e-3)
+    assert (got != rms_norm(x, norm, 1e-3)).float().mean() < 0.03
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("batch", "nodes", "width"), [(1, 1, 24), (1, 1, 72), (2, 3, 24), (2, 50, 24)])
 def test_the_residual_stream_equals_plain_sums_for_any_number_of_tokens(
-    batch: int, nodes: int, dtype: torch.dtype, device: str
+    batch: int, nodes: int, width: int, dtype: torch.dtype, device: str
 ) -> None:
     """Two branches and a last one, which are added in different ways."""
     skip_what_the_interpreter_cannot(dtype, device)
-    hidden, width = random(batch, nodes, 24).to(device, dtype), 24
+    hidden = random(batch, nodes, width).to(device, dtype)
     norm = random(width, seed=1).to(device, dtype)
     first = (random(40, width, seed=2) / 5).to(device, dtype)
     gate_up = (random(2 * 40, width, seed=3) / 5).to(device, dtype)

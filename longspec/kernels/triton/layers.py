@@ -1,7 +1,7 @@
 """The layers on CUDA.
 
 The number of tokens decides how products are computed:
-- 1: matrix-vector kernels, which add the output of a branch to the stream themselves.
+- 1: matrix-vector kernels, which add the output of a branch to the stream themselves, and normalize short vectors.
 - up to MAX_ROWS in half precision: skinny products, which leave the output of a branch in parts for the next norm.
 - more: the library's products.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlots
 from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.kernels.triton.skinny_product import MAX_ROWS, skinny_product, split_product
-from longspec.kernels.triton.vector_product import vector_product
+from longspec.kernels.triton.vector_product import is_narrow, vector_product
 
 LIBRARY_ROWS = 16
 """Number of tokens above which the library's product is as fast, if neither a gate nor a split is fused."""
@@ -53,7 +53,14 @@ class TritonStream(ResidualStream):
         parts, self.parts = self.parts, None
         return rms_norm(self.hidden, norm, self.eps, parts)
 
+    def project(self, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_vector and is_narrow(weight.shape[1]):
+            return vector_product(self.hidden, weight, bias, norm=norm, eps=self.eps)
+        return super().project(norm, weight, bias)
+
     def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
+        if self.is_vector and is_narrow(weight.shape[1]):
+            return vector_product(self.hidden, weight, gated=True, norm=norm, eps=self.eps)
         normed = self.normed(norm)
         if self.is_vector:
             return vector_product(normed, weight, gated=True)

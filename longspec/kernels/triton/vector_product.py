@@ -1,6 +1,7 @@
 """The product of a matrix and one vector, for decoding one token.
 
 The limit is the time to read the weights, so the operations that follow (bias, SwiGLU, residual) are fused at no cost.
+So is the RMSNorm before it if the vector is short; each program then computes it again.
 Arithmetic is in fp32. E is the input size, O the output size.
 """
 
@@ -12,6 +13,11 @@ BLOCK_N = 4
 """Rows of the weight per program."""
 BLOCK_K = 2048
 """Columns per step of the loop."""
+NARROW = (64, 2048)
+"""Smallest and largest width that a program takes at once."""
+NARROW_BLOCK_N = 4
+"""Rows of the weight per program for such a width."""
+NARROW_WARPS = 4
 SMALLEST_PIECE = 256
 """Columns of the smallest piece after the last whole step. A narrower one would leave most threads without a load."""
 
@@ -97,24 +103,117 @@ def _vector_product_kernel(
     tl.store(out_ptr + row, result, mask=in_rows)
 
 
+@triton.jit
+def _load_row(row, WIDTH: tl.constexpr, HEAD: tl.constexpr, REST: tl.constexpr):
+    """The first HEAD columns of rows that start at the pointers `row`, and the other WIDTH - HEAD, padded with 0."""
+    rest = HEAD + tl.arange(0, REST)
+    return tl.load(row + tl.arange(0, HEAD)), _load(row + rest, rest < WIDTH, HEAD + REST == WIDTH)
+
+
+@triton.jit
+def _normed(x, norm, scale, dtype: tl.constexpr):
+    """norm * x * scale, rounded as in `rms_norm`."""
+    return ((x * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+# y as in `_vector_product_kernel`, for a vector of WIDTH columns that a program takes at once, in two pieces: HEAD and
+# REST. With HAS_NORM, x is first norm * x / sqrt(mean(x^2) + eps).
+@triton.jit
+def _narrow_product_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    out_ptr,
+    rows,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # A gated program has the lines of BLOCK_N gates, then those of their ups. One that reaches past the last row of the
+    # weight reads that row again and does not store the result.
+    line = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)
+    read_row = tl.minimum(tl.program_id(0) * BLOCK_N + line % BLOCK_N, rows - 1) + line // BLOCK_N * rows
+    head, rest = _load_row(weight_ptr + read_row.to(tl.int64)[:, None] * WIDTH, WIDTH, HEAD, REST)
+    if HAS_NORM:
+        norm_head, norm_rest = _load_row(norm_ptr, WIDTH, HEAD, REST)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows = row < rows
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
+
+    x_head, x_rest = _load_row(x_ptr, WIDTH, HEAD, REST)
+    x_head = x_head.to(tl.float32)
+    x_rest = x_rest.to(tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(x_head * x_head, 0) + tl.sum(x_rest * x_rest, 0)) / WIDTH + eps)
+        x_head = _normed(x_head, norm_head, scale, x_ptr.dtype.element_ty)
+        x_rest = _normed(x_rest, norm_rest, scale, x_ptr.dtype.element_ty)
+    result = tl.sum(_sum_by_eight(head.to(tl.float32) * x_head[None, :]), 1)
+    result += tl.sum(_sum_by_eight(rest.to(tl.float32) * x_rest[None, :]), 1)
+    if GATED:
+        gate, up = tl.split(tl.trans(tl.reshape(result, [2, BLOCK_N])))
+        result = gate * tl.sigmoid(gate) * up
+    if HAS_BIAS:
+        result += bias
+    if ADD:
+        result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, result, mask=in_rows)
+
+
+def is_narrow(width: int) -> bool:
+    """Whether a program of `vector_product` takes the whole vector at once, and so can normalize it."""
+    return NARROW[0] <= width <= NARROW[1]
+
+
 def vector_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     gated: bool = False,
     add_to: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """weight @ x + bias, [..., O], for one contiguous vector x [..., E] with leading dimensions of size 1.
 
     weight: contiguous [O, E]. bias: [O]. gated: the weight is [2 O, E], with the gates first, and the result is
-    silu(gate) * up. add_to [..., O]: the result is added to it in place, and it is returned.
+    silu(gate) * up. add_to [..., O]: the result is added to it in place, and it is returned. norm [E], for a width that
+    `is_narrow`: x is first replaced by its RMSNorm with this weight and `eps`.
     """
     width = x.shape[-1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
 
     # A gated program reads two rows of the weight per output.
-    block_n = BLOCK_N // 2 if gated else BLOCK_N
+    block_n = (NARROW_BLOCK_N if is_narrow(width) else BLOCK_N) // (2 if gated else 1)
+    if is_narrow(width):
+        head = triton.next_power_of_2(width) // 2
+        _narrow_product_kernel[(triton.cdiv(rows, block_n),)](
+            x,
+            weight,
+            x if bias is None else bias,
+            x if norm is None else norm,
+            out,
+            rows,
+            eps,
+            HAS_BIAS=bias is not None,
+            HAS_NORM=norm is not None,
+            GATED=gated,
+            ADD=add_to is not None,
+            WIDTH=width,
+            HEAD=head,
+            REST=triton.next_power_of_2(max(width - head, 8)),
+            BLOCK_N=block_n,
+            num_warps=NARROW_WARPS,
+        )
+        return out
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
     tail = width % block_k
     even = rows % block_n == 0 and tail % SMALLEST_PIECE == 0
