@@ -123,6 +123,7 @@ def token_attention(
     arrivals: Tensor,
     num_splits: int,
     tiles: Tiles,
+    overlap: bool,
 ) -> Tensor:
     """Reference of `token_attention.token_attention`."""
     positions, rope, keys, values, numbers, rows = slots

@@ -110,4 +110,4 @@ class _OneToken(AttendToken):
         tiles = tree_attention_tiles(head_dim, qkv.dtype, self.gpu.shared_memory)
         at_once = programs_at_once(tiles, head_dim, qkv.dtype, self.gpu.shared_memory)
         splits = count_splits(batch * kv_heads, capacity, at_once * self.gpu.multiprocessors)
-        return token_attention(qkv, slots, self.lengths, scale, norms, self.arrivals, splits, tiles)
+        return token_attention(qkv, slots, self.lengths, scale, norms, self.arrivals, splits, tiles, self.gpu.overlaps)

@@ -9,20 +9,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.triton.overlap import overlap_options
 
 
 # x = x + sum_p parts[p];  out = weight * x / sqrt(mean(x^2) + eps). One program takes one row.
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, parts_ptr, weight_ptr, out_ptr, width, eps, part_size, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    parts_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    eps,
+    part_size,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     offset = row * width + column
-    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     if NUM_PARTS > 0:
         # The sum is rounded to the dtype of x before the norm, as in a model that stores it.
         for part in tl.static_range(NUM_PARTS):
@@ -47,6 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
     width = x.shape[-1]
     # The whole row in one program, because the mean needs all of it.
     block = triton.next_power_of_2(width)
+    overlap = describe_gpu(x.device).overlaps
     _rms_norm_kernel[(x.numel() // width,)](
         x,
         x if parts is None else parts,
@@ -57,7 +72,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
         x.numel(),
         NUM_PARTS=0 if parts is None else len(parts),
         BLOCK=block,
+        OVERLAP=overlap,
         num_warps=1 if block <= 256 else max(4, min(16, block // 512)),
+        **overlap_options(overlap),
     )
     return out
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, padded_dim, share_begin
 from longspec.kernels.triton.online_softmax import attend_to_slots
+from longspec.kernels.triton.overlap import overlap_options, prefetch
 from longspec.kernels.triton.tree_attention import merge_parts
 
 
@@ -19,27 +20,31 @@ from longspec.kernels.triton.tree_attention import merge_parts
 #   rotated = x * cos[t] + (-high, low) * sin[t]
 # With HAS_NORM, x is first rms_norm(x) * weight.
 @triton.jit
-def _rotated(
-    heads, dim, in_tile, table, cos_ptr, sin_ptr, norm_ptr, eps, HAS_NORM: tl.constexpr, HEAD_DIM: tl.constexpr
-):
-    """The heads [rows, D] that start at the pointers `heads`, in their dtype. table: offset of the position's row."""
+def _rotated(heads, dim, in_tile, cos, sin, norm_ptr, eps, HAS_NORM: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The heads [rows, D] that start at the pointers `heads`, in their dtype. cos, sin: [D], the first half of sin
+    negated."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = heads.dtype.element_ty
-    inside = dim < HEAD_DIM
     partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
     x = tl.load(heads[:, None] + dim[None, :], mask=in_tile, other=0.0).to(tl.float32)
     y = tl.load(heads[:, None] + partner[None, :], mask=in_tile, other=0.0).to(tl.float32)
     if HAS_NORM:
+        inside = dim < HEAD_DIM
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x_weight = tl.load(norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
         y_weight = tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
         # transformers rounds the normalized head and its product with the weight.
         x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
-    cos = tl.load(cos_ptr + table + dim, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + table + dim, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.where(dim < HALF, -sin, sin)
     return (x * cos[None, :] + y * sin[None, :]).to(dtype)
+
+
+@triton.jit
+def _prefetch(base, stride_slot, first, end, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Start to move the first SLOTS keys or values from `first` on into the L2 cache, in lines of 64 numbers."""
+    slot = tl.minimum(first + tl.arange(0, SLOTS), tl.maximum(end - 1, 0)).to(tl.int64)
+    for line in tl.static_range(0, HEAD_DIM, 64):
+        prefetch(base + slot * stride_slot + line)
 
 
 # Part p of PARTS, by online softmax over its share of the prefix's blocks of keys, for a query q of the KV head:
@@ -80,6 +85,7 @@ def _token_attention_kernel(
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     LN_2: tl.constexpr = 0.6931471805599453
     # Grid: parts, sequences x KV heads. Heads of the projection are queries, then keys, then values.
@@ -93,7 +99,20 @@ def _token_attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     in_dim = (dim < HEAD_DIM)[None, :]
     length = tl.load(lengths_ptr + batch).to(tl.int32)
-    table = tl.load(positions_ptr + batch).to(tl.int64) * HEAD_DIM
+    table = tl.load(positions_ptr + batch).to(tl.int64) * HEAD_DIM + dim
+    cos = tl.load(cos_ptr + table, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + table, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    sin = tl.where(dim < HEAD_DIM // 2, -sin, sin)
+
+    blocks = tl.cdiv(length, BLOCK_N)
+    first = share_begin(blocks, part, PARTS) * BLOCK_N
+    end = tl.minimum(share_begin(blocks, part + 1, PARTS) * BLOCK_N, length)
+    if OVERLAP:
+        # The lengths, positions and the prefix are older than the pass; the projection and all that is written are not.
+        tl.extra.cuda.gdc_launch_dependents()
+        _prefetch(key_base, stride_ks, first, end, BLOCK_N, HEAD_DIM)
+        _prefetch(value_base, stride_vs, first, end, BLOCK_N, HEAD_DIM)
+        tl.extra.cuda.gdc_wait()
 
     row = tl.arange(0, BLOCK_M)
     in_rows = row < group
@@ -102,17 +121,13 @@ def _token_attention_kernel(
         token_ptr + (kv_head * group + row) * HEAD_DIM,
         dim,
         in_tile,
-        table,
-        cos_ptr,
-        sin_ptr,
+        cos,
+        sin,
         q_norm_ptr,
         eps,
         HAS_NORM,
         HEAD_DIM,
     )
-    blocks = tl.cdiv(length, BLOCK_N)
-    first = share_begin(blocks, part, PARTS) * BLOCK_N
-    end = tl.minimum(share_begin(blocks, part + 1, PARTS) * BLOCK_N, length)
     acc, row_sum, row_max = attend_to_slots(
         q,
         key_base,
@@ -153,9 +168,8 @@ def _token_attention_kernel(
             token_ptr + (q_heads + kv_head + one) * HEAD_DIM,
             dim,
             in_dim,
-            table,
-            cos_ptr,
-            sin_ptr,
+            cos,
+            sin,
             k_norm_ptr,
             eps,
             HAS_NORM,
@@ -177,9 +191,8 @@ def _token_attention_kernel(
                 token_ptr + (kv_head * group + head) * HEAD_DIM,
                 dim,
                 in_out,
-                table,
-                cos_ptr,
-                sin_ptr,
+                cos,
+                sin,
                 q_norm_ptr,
                 eps,
                 HAS_NORM,
@@ -215,13 +228,14 @@ def token_attention(
     arrivals: Tensor,
     num_splits: int,
     tiles: Tiles,
+    overlap: bool,
 ) -> Tensor:
     """`rotate_and_store` of one token per sequence, and its attention to the prefix and itself: [B, 1, H D].
 
     qkv: contiguous [B, 1, (H + 2 K) D]; query heads come first, then key heads, then value heads. slots: of a whole
     cache; slots 0 … lengths[b] - 1 hold the prefix of sequence b, other slots may hold anything. lengths int [B];
     scale > 0. arrivals: int32 [B K], zeros, which the kernel leaves behind as zeros. The prefix is read in
-    `num_splits` parts.
+    `num_splits` parts. overlap: start before the previous kernel has ended.
     """
     positions, (cos, sin), keys, values, numbers, _ = slots
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
@@ -245,7 +259,9 @@ def token_attention(
         GROUP=triton.next_power_of_2(group),
         PARTS=num_splits,
         PARTS_PADDED=triton.next_power_of_2(num_splits),
+        OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(overlap),
     )
     return out

@@ -17,6 +17,7 @@ from longspec.kernels.triton.attention_tiles import (
     tree_attention_tiles,
 )
 from longspec.kernels.triton.online_softmax import attend_to_slots, finite
+from longspec.kernels.triton.overlap import overlap_options
 
 
 # Merge of states by their log-sum-exp, with the tree's own state as one of them:
@@ -207,8 +208,7 @@ def prefix_and_tree_attention(
         OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        # Programmatic dependent launch; older versions of Triton do not know the option.
-        **({"launch_pdl": True} if overlap else {}),
+        **overlap_options(overlap),
     )
     return out
 

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.shared.device import describe_gpu
+from longspec.kernels.triton.overlap import overlap_options
+
 BLOCK_N = 4
 """Rows of the weight per program."""
 BLOCK_K = 2048
@@ -71,7 +74,10 @@ def _vector_product_kernel(
     TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < rows
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * width
@@ -79,7 +85,19 @@ def _vector_product_kernel(
     # The sums stay spread over BLOCK_K / 8 lanes; they are reduced once, after the loop.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    for start in range(0, width - TAIL, BLOCK_K):
+    column = tl.arange(0, BLOCK_K)
+    in_tile = in_rows[:, None] & (column < width)[None, :]
+    # The first block of the weight, which no kernel of a pass writes, is loaded before x is awaited.
+    w = _load(weight_row + column[None, :], in_tile, EVEN)
+    if GATED:
+        w_up = _load(up_row + column[None, :], in_tile, EVEN)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    x = _load(x_ptr + column, column < width, EVEN).to(tl.float32)[None, :]
+    acc += _sum_by_eight(w.to(tl.float32) * x)
+    if GATED:
+        acc_up += _sum_by_eight(w_up.to(tl.float32) * x)
+    for start in range(BLOCK_K, width - TAIL, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         x = _load(x_ptr + column, column < width, EVEN).to(tl.float32)[None, :]
         in_tile = in_rows[:, None] & (column < width)[None, :]
@@ -135,7 +153,10 @@ def _narrow_product_kernel(
     HEAD: tl.constexpr,
     REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # A gated program has the lines of BLOCK_N gates, then those of their ups. One that reaches past the last row of the
     # weight reads that row again and does not store the result.
     line = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)
@@ -148,6 +169,9 @@ def _narrow_product_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
 
+    if OVERLAP:
+        # All loads above are of weights, which no kernel of a pass writes.
+        tl.extra.cuda.gdc_wait()
     x_head, x_rest = _load_row(x_ptr, WIDTH, HEAD, REST)
     x_head = x_head.to(tl.float32)
     x_rest = x_rest.to(tl.float32)
@@ -191,6 +215,7 @@ def vector_product(
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
 
+    overlap = describe_gpu(x.device).overlaps
     # A gated program reads two rows of the weight per output.
     block_n = (NARROW_BLOCK_N if is_narrow(width) else BLOCK_N) // (2 if gated else 1)
     if is_narrow(width):
@@ -211,7 +236,9 @@ def vector_product(
             HEAD=head,
             REST=triton.next_power_of_2(max(width - head, 8)),
             BLOCK_N=block_n,
+            OVERLAP=overlap,
             num_warps=NARROW_WARPS,
+            **overlap_options(overlap),
         )
         return out
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
@@ -231,6 +258,8 @@ def vector_product(
         TAIL=tail if even else 0,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        OVERLAP=overlap,
         num_warps=4,
+        **overlap_options(overlap),
     )
     return out
