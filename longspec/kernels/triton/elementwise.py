@@ -150,7 +150,11 @@ def _rotate_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = HEAD_DIM // 2
     # Heads are numbered as in the projection: queries, keys, values.
     token = tl.program_id(0).to(tl.int64)
@@ -261,6 +265,7 @@ def _rotate(
     # Few heads per program where there is little work, so that it spreads over the device. With norms always, because
     # the order of a norm's sum follows from the size of the block.
     block_h = 4 if norms is not None or batch * nodes * heads < 1 << 14 else 16
+    overlap = describe_gpu(qkv.device).overlaps
     _rotate_and_store_kernel[(batch * nodes, triton.cdiv(heads, block_h))](
         qkv,
         positions.contiguous(),
@@ -283,6 +288,8 @@ def _rotate(
         HEAD_DIM=head_dim,
         BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        OVERLAP=overlap,
         num_warps=2,
+        **overlap_options(overlap),
     )
     return q.transpose(1, 2)

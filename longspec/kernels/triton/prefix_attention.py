@@ -20,6 +20,7 @@ from longspec.kernels.triton.attention_tiles import (
     padded_dim,
     share_begin,
 )
+from longspec.kernels.triton.overlap import overlap_options
 
 
 # For a query q and the keys k_j and values v_j of split p, by online softmax over blocks of keys:
@@ -54,9 +55,6 @@ def _prefix_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        # The tree attention kernel may start as soon as there is room. It waits before it reads the parts.
-        tl.extra.cuda.gdc_launch_dependents()
     LN_2: tl.constexpr = 0.6931471805599453
 
     # Grid: tiles of query rows, splits, sequences x KV heads.
@@ -70,6 +68,11 @@ def _prefix_kernel(
     first = share_begin(blocks, split, splits)
     last = share_begin(blocks, split + 1, splits)
 
+    if OVERLAP:
+        # The tree attention kernel reads queries and the tree's keys before it waits for the parts, so it may start
+        # when the kernel that wrote these has ended.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
 
@@ -114,9 +117,9 @@ def prefix_attention(
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D] in any strides with a contiguous last dimension; all of one dtype
     (fp32, fp16, bf16). lengths int [B]; scale > 0. Sequence b sees slots 0 … lengths[b] // block_n * block_n - 1;
-    later slots are never read. A part is a run of whole blocks and may be empty. overlap: let the next kernel start
-    early. Returns parts in fp32, views of [P, B, N, H, D] and [P, B, N, H]. Raises ValueError for tensors of other
-    layouts.
+    later slots are never read. A part is a run of whole blocks and may be empty. overlap: start before the previous
+    kernel has ended, and let the next one do so. Returns parts in fp32, views of [P, B, N, H, D] and [P, B, N, H].
+    Raises ValueError for tensors of other layouts.
     """
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
@@ -148,5 +151,6 @@ def prefix_attention(
         OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(overlap),
     )
     return PrefixParts(out.transpose(2, 3), lse.transpose(2, 3), tiles.block_n, overlap)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.device import describe_gpu
+from longspec.kernels.triton.overlap import overlap_options, prefetch
 
 MAX_ROWS = 80
 """Largest T without `fixed_order`, and of a single tile."""
@@ -53,6 +54,7 @@ def _skinny_product_kernel(
     TAIL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # Grid: tiles of x, which share the weight's rows in the L2 cache, rows of the weight, parts.
     row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -73,6 +75,13 @@ def _skinny_product_kernel(
     read_row = tl.minimum(row, rows - 1).to(tl.int64)
     weight_row = weight_ptr + read_row[:, None] * width
     up_row = weight_ptr + (read_row + rows)[:, None] * width
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        for line in tl.static_range(0, 2 * BLOCK_K, 64):
+            prefetch(weight_row + tl.minimum(first + line, end - 1))
+            if GATED:
+                prefetch(up_row + tl.minimum(first + line, end - 1))
+        tl.extra.cuda.gdc_wait()
     # EVEN: no column of a block is out of range, so the loads of the weight need no mask.
     for start in range(first, end, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -170,6 +179,7 @@ def _launch(
     if width % (block_k * splits) and width % (SHORT_BLOCK * splits) == 0:
         block_k = SHORT_BLOCK
     stage_bytes = x.element_size() * block_k * (block_n * (2 if gated else 1) + block_m + tail_m)
+    gpu = describe_gpu(x.device)
 
     _skinny_product_kernel[(triton.cdiv(tokens, block_m + tail_m), triton.cdiv(rows, block_n), splits)](
         x,
@@ -188,6 +198,8 @@ def _launch(
         TAIL_M=tail_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        OVERLAP=gpu.overlaps,
         num_warps=num_warps,
-        num_stages=max(1, min(5, describe_gpu(x.device).shared_memory // stage_bytes)),
+        num_stages=max(1, min(5, gpu.shared_memory // stage_bytes)),
+        **overlap_options(gpu.overlaps),
     )

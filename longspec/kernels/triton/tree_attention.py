@@ -112,6 +112,8 @@ def _tree_attention_kernel(
     PARTS_PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # Grid: tiles of query rows, sequences x KV heads. A row is a pair (node, query head of the group).
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton.attention_tiles import (
     LOG2_E,
     check_layout,
@@ -13,6 +14,7 @@ from longspec.kernels.triton.attention_tiles import (
     tree_attention_tiles,
 )
 from longspec.kernels.triton.online_softmax import attend_to_slots
+from longspec.kernels.triton.overlap import overlap_options
 
 
 # out = attention to a ring buffer of slots in the draft's window and to the TREE_NODES slots after it under the mask.
@@ -52,7 +54,11 @@ def _window_attention_kernel(
     BLOCK_D: tl.constexpr,
     TREE_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # Grid: tiles of query rows, sequences x KV heads. A row is a pair (node, query head of the group).
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -113,6 +119,7 @@ def window_attention(
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
     tree_nodes = tree_mask.shape[2]
+    overlap = describe_gpu(q.device).overlaps
 
     _window_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         q,
@@ -138,7 +145,9 @@ def window_attention(
         BLOCK_D=padded_dim(head_dim),
         TREE_NODES=tree_nodes,
         WINDOW=slots - tree_nodes,
+        OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **overlap_options(overlap),
     )
     return out
