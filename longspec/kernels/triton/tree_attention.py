@@ -52,11 +52,12 @@ def merge_parts(
     decay = tl.exp2(row_max - finite_max)
     row_sum = row_sum * decay + tl.sum(tl.exp2(lses - finite_max[None, :]), 0)
     out = out * decay[:, None]
-    # The output of an empty part, which may be NaN, is loaded and dropped, so that no load waits for another.
+    # The output of an empty part, which may be NaN, is loaded and dropped, so that no load waits for another. An LSE is
+    # loaded as a column, because threads would have to exchange a row of them, with a barrier per part.
     for _ in tl.static_range(PARTS):
-        lse = tl.load(lse_rows, mask=in_rows, other=float("-inf"))
+        lse = tl.load(lse_rows[:, None], mask=in_rows[:, None], other=float("-inf"))
         part_out = tl.load(part_rows[:, None] + dim[None, :], mask=in_tile, other=0.0).to(tl.float32)
-        weight = tl.exp2(lse * LOG2_E - finite_max)[:, None]
+        weight = tl.exp2(lse * LOG2_E - finite_max[:, None])
         out += tl.where(weight > 0.0, part_out * weight, 0.0)
         part_rows += stride_part
         lse_rows += stride_lse
