@@ -122,6 +122,8 @@ def test_queries_may_be_fewer_than_the_nodes_that_they_see(
 ) -> None:
     """The last nodes of a tree as queries."""
     backend, device = attend
+    if backend.name == "flash":
+        pytest.skip("not for this dtype")
     q, k, v, n = make_cache(lengths, 2, 3, 4, 32, 9)
     tree_mask = some_mask(len(lengths), 4, 9)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)

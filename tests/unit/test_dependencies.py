@@ -125,7 +125,7 @@ from longspec.longbench.command import main as evaluate
 
 TRAIN_DATA = ("dataset", "tokenization", "packing", "cache")
 TRAIN_ONLY = ("longspec.train.", *("longspec.data." + name for name in TRAIN_DATA))
-SGLANG = ("longspec.sglang.algorithm", "longspec.sglang.worker")
+SGLANG = ("longspec.sglang.algorithm", "longspec.sglang.greedy_round", "longspec.sglang.worker")
 OTHERS = ("longspec.inference.server.", "longspec.cli.picture", "longspec.pipeline.", *SGLANG)
 for module in pkgutil.walk_packages(longspec.__path__, "longspec."):
     if not module.name.startswith((*TRAIN_ONLY, *OTHERS)):
