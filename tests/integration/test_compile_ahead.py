@@ -1,6 +1,7 @@
 """Compilation ahead of the first round: a round in which no kernel runs uses valid indices and changes nothing."""
 
 import itertools
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rule: str
 ) -> None:
     launches = []
-    monkeypatch.setattr(module, "AsyncCompileMode", lambda pool: pool)  # stands in for Triton's context
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **settings: launches.append(kernel))
     model = make_pair(tmp_path)
     backend = TritonBackend(TritonAttention(describe_gpu(torch.device("cpu"))))
@@ -45,3 +45,23 @@ def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
         for name, x in before.items():
             assert torch.equal(getattr(engine.cache, name), x), name
     assert launches
+
+
+def test_forks_that_fail_or_hang_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 1.0)
+
+    def fail() -> None:
+        raise ValueError
+
+    shares = [[fail], [signal.pause], [(tmp_path / "first").touch, (tmp_path / "second").touch]]
+    module._run_in_forks(shares)
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+def test_kernels_are_compiled_once_and_all_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations, forked, taken = module._Compilations(), [], []
+    monkeypatch.setattr(module, "_run_in_forks", lambda shares: forked.extend(shares))
+    for number in (*range(module.FEW_KERNELS + 2), 0):
+        compilations.submit(str(number), lambda number=number: number, taken.append)
+    compilations.finish()
+    assert sum(map(len, forked)) == module.FEW_KERNELS + 2 and taken == list(range(module.FEW_KERNELS + 2))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,11 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 try:
-    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    from triton.runtime._async_compile import active_mode
 except ImportError:  # Triton before 3.4
-    AsyncCompileMode = active_mode = None
+    active_mode = None
 
-MOST_THREADS = 16
+MOST_PROCESSES = 16
+FEW_KERNELS = 4
+"""Number of kernels up to which one process compiles them."""
+PATIENCE_S = 30.0
+"""Seconds after which processes that have not ended are killed, and this one compiles what they have not."""
+_one_at_a_time = Lock()
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
 _EMPTY |= {_aten.new_empty.default, _aten.new_empty_strided.default}
@@ -31,26 +40,81 @@ class _Zeros(TorchDispatchMode):
         return result.zero_() if func in _EMPTY else result
 
 
+class _Compilations:
+    """Takes the place of Triton's AsyncCompileMode, whose threads wait for each other: compilation holds Python's lock.
+
+    Kernels are compiled by forked processes, which leave them in Triton's cache on disk, and then read from there.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+    def submit(self, key: str, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> None:
+        self.waiting.setdefault(key, (compile_kernel, finalize))
+
+    def finish(self) -> None:
+        """Compile everything."""
+        calls = [compile_kernel for compile_kernel, _ in self.waiting.values()]
+        if len(calls) > FEW_KERNELS:
+            count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(calls))
+            _run_in_forks([calls[number::count] for number in range(count)])
+        for compile_kernel, finalize in self.waiting.values():
+            finalize(compile_kernel())
+
+
+def _run_in_forks(shares: Sequence[Sequence[Callable[[], Any]]]) -> None:
+    """Run each share of calls in a process. They only warm a cache, so it does not matter whether they fail."""
+    running: set[int] = set()
+    with warnings.catch_warnings(), suppress(OSError):
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the forks use none of their locks
+        for share in shares:
+            process = os.fork()
+            if process == 0:
+                _run_and_exit(share)
+            running.add(process)
+    end = time.monotonic() + PATIENCE_S
+    while running:
+        if time.monotonic() > end:
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+        running = {process for process in running if os.waitpid(process, os.WNOHANG)[0] == 0}
+        time.sleep(0.01)
+
+
+def _run_and_exit(calls: Sequence[Callable[[], Any]]) -> None:
+    """In a fork: the device's context is the parent's, so nothing may free a tensor."""
+    gc.disable()
+    try:
+        for call in calls:
+            call()
+    finally:
+        os._exit(0)
+
+
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """While this is open, launches of kernels by this thread compile them in other threads, and no kernel runs.
+    """While this is open, launches of kernels by this thread note what must be compiled, and no kernel runs.
 
-    All are compiled when it ends. Other operations run, on tensors that no kernel has written. Without effect on new
-    tensors and kernels in versions of Triton that cannot do this.
+    All are compiled when it ends. Other operations run, on tensors that no kernel has written. Without effect in
+    versions of Triton that cannot do this.
     """
-    if AsyncCompileMode is None:
+    if active_mode is None:
         yield
         return
-    launch = JITFunction.run
+    compilations = _Compilations()
 
     def run(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         # Other threads go on launching.
-        return launch(self, *args, warmup=warmup or active_mode.get() is not None, **kwargs)
+        return launch(self, *args, warmup=warmup or active_mode.get() is compilations, **kwargs)
 
-    JITFunction.run = run
-    try:
-        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), _Zeros():
-            yield
-    finally:
-        JITFunction.run = launch
+    with _one_at_a_time:
+        launch = JITFunction.run
+        token = active_mode.set(compilations)
+        JITFunction.run = run
+        try:
+            with _Zeros():
+                yield
+        finally:
+            JITFunction.run = launch
+            active_mode.reset(token)
+    compilations.finish()
