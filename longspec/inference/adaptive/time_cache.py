@@ -30,8 +30,8 @@ from longspec.user_cache import announce_first_use, user_cache
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 9
-"""Version of the cache's files."""
+FORMAT = 10
+"""Version of the cache's files. It also grows when rounds become faster or slower."""
 LIFETIME_S = 30 * 24 * 3600
 """Seconds after which times are measured again: drivers, clocks and other software change."""
 BUSY_LIFETIME_S = 600
