@@ -17,6 +17,7 @@ from longspec.kernels.shared.attention import Attend
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.attention_tiles import LOG2_E, check_layout, load_key_tile, load_query_tile, padded_dim
 from longspec.kernels.triton.online_softmax import finite
+from longspec.kernels.triton.overlap import overlap_options
 
 BLOCK_N = 64
 """Keys per block."""
@@ -378,8 +379,7 @@ def _last_blocks(
         HAS_PATHS=paths is not None,
         OVERLAP=overlap,
         **_launch_options(q, block_m, 3 if states is None else 2, shared_memory),
-        # Programmatic dependent launch; older versions of Triton do not know the option.
-        **({"launch_pdl": True} if overlap else {}),
+        **overlap_options(overlap),
     )
     return out
 
