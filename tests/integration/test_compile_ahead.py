@@ -37,6 +37,9 @@ def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
     runner = FusedRunner(model, backend)
     runner.prepare(256)
     batch = Batch(runner, Drafting(method, (4, 16, 16), 4, rule, None, method == "tree"), 2, 200)
+    draft = [x for x in batch.drafter.row_states() if x.is_floating_point()]
+    for x in draft:  # as if requests ran: a mode can be new to a batch that decodes
+        x.fill_(0.5)
     for kind, plan in itertools.product(KINDS, batch.plans or (None,)):
         engine = batch.state(Mode(True, kind, plan), slice(0, 2))
         # What earlier rounds have left in tensors that torch does not clear.
@@ -45,6 +48,8 @@ def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
         for name, x in before.items():
             assert torch.equal(getattr(engine.cache, name), x), name
     assert launches
+    for x in draft:
+        assert (x == 0.5).all()
 
 
 def test_forks_that_fail_or_hang_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
