@@ -98,7 +98,7 @@ class Tokenize:
         def build(folder: str) -> None:
             global _forked
             forks = workers > 1 and multiprocess.get_start_method() == "fork"
-            _forked = self
+            _forked = self if forks else None
             index.map(
                 _tokenize_forked if forks else self,
                 batched=True,

@@ -143,15 +143,18 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("run").add_argument
+    run = parser.add_argument_group("run")
+    add = run.add_argument
     add("--batch_size", type=int, default=1, help="samples that are decoded together")
     add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
     add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
     add("--device", help="default: cuda if there is one; under torchrun that of the rank")
     add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
-    add("--attention", choices=("auto", *ATTENTIONS), default="auto", help="backend of the attention in decoding")
-    add(
+    backend = run.add_mutually_exclusive_group()
+    attention = "backend of the attention in decoding"
+    backend.add_argument("--attention", choices=("auto", *ATTENTIONS), default="auto", help=attention)
+    backend.add_argument(
         "--deterministic",
         dest="attention",
         action="store_const",

@@ -168,11 +168,12 @@ class GlideWorker(EAGLEWorkerV2):
         lengths = batch.seq_lens + accepted
         if on_publish is not None:
             on_publish(lengths)
-        # SGLang copies the results to the host while the next round may overwrite them.
+        # The next round, of this or another size, overwrites the graph's results.
+        tokens, accepted, newest, *hidden = (x.clone() for x in (tokens, accepted, newest, *hidden))
         return GenerationBatchResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
-            next_token_ids=tokens.flatten().clone(),
-            accept_lens=accepted.clone(),
+            next_token_ids=tokens.flatten(),
+            accept_lens=accepted,
             new_seq_lens=lengths,
             speculative_num_draft_tokens=tokens.shape[1],
             can_run_cuda_graph=True,

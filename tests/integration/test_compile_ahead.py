@@ -2,7 +2,9 @@
 
 import itertools
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from pairs import make_pair
 pytest.importorskip("triton")
 from kernel_devices import INTERPRETED
 from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.capture import compile_ahead
@@ -70,3 +73,34 @@ def test_kernels_are_compiled_once_and_all_are_taken(monkeypatch: pytest.MonkeyP
         compilations.submit(str(number), lambda number=number: number, taken.append)
     compilations.finish()
     assert sum(map(len, forked)) == module.FEW_KERNELS + 2 and taken == list(range(module.FEW_KERNELS + 2))
+
+
+NEEDS_MODE = pytest.mark.skipif(module.active_mode is None, reason="this Triton compiles one kernel at a time")
+
+
+@NEEDS_MODE
+def test_threads_that_compile_ahead_take_turns_and_leave_launches_as_they_were() -> None:
+    launch, has_begun = JITFunction.run, Event()
+
+    def compile_too() -> None:
+        with module.compiling_only():
+            has_begun.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with module.compiling_only():
+            replaced = JITFunction.run
+            other = pool.submit(compile_too)
+            assert not has_begun.wait(0.2)
+            assert JITFunction.run is replaced
+        other.result()
+    assert JITFunction.run is launch
+
+
+@NEEDS_MODE
+def test_an_error_of_the_compiler_leaves_no_mode_behind() -> None:
+    def fail() -> None:
+        raise RuntimeError("no code")
+
+    with pytest.raises(RuntimeError, match="no code"), module.compiling_only():
+        module.active_mode.get().submit("key", fail, lambda kernel: None)
+    assert module.active_mode.get() is None
