@@ -77,8 +77,15 @@ def _run_in_forks(shares: Sequence[Sequence[Callable[[], Any]]]) -> None:
         if time.monotonic() > end:
             for process in running:
                 os.kill(process, signal.SIGKILL)
-        running = {process for process in running if os.waitpid(process, os.WNOHANG)[0] == 0}
+        running = {process for process in running if not _has_ended(process)}
         time.sleep(0.01)
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return os.waitpid(process, os.WNOHANG)[0] != 0
+    except ChildProcessError:  # a program that ignores SIGCHLD has no children to wait for
+        return True
 
 
 def _run_and_exit(calls: Sequence[Callable[[], Any]]) -> None:
