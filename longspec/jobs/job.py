@@ -34,7 +34,7 @@ Count = Callable[[int, int], None]
 ITEMS = "items"
 """Name of the shared counter of items that have a result."""
 COUNT_S = 0.1
-"""Seconds between two looks at the shared counters while a rank works."""
+"""Seconds between two looks at the shared counters while a rank decodes."""
 TOKENS = "tokens"
 """Name of the shared counter of new tokens."""
 
@@ -88,8 +88,9 @@ class ResumableJob:
             def count(tokens: int = 0, items: int = 0) -> None:
                 new[TOKENS] += tokens
                 new[ITEMS] += items
-                # Each shared counter is a request to rank 0, and there can be thousands of new tokens per second.
-                if time.perf_counter() - read > COUNT_S:
+                # Each shared counter is a request to rank 0, and there can be thousands of new tokens per second. Items
+                # are counted at once, because the line about a rank that ends says how many have a result.
+                if items or time.perf_counter() - read > COUNT_S:
                     share_counts()
 
             try:
