@@ -25,6 +25,7 @@ from longspec.cli.options import PairOptions
 from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
 from longspec.inference.device import device_name
+from longspec.inference.methods import AUTO
 
 FIXED: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},
@@ -33,8 +34,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "tree 32": {"method": "tree", "tree_nodes": 32},
     "tree 69": {"method": "tree"},
 }
-AUTO = "auto"
-METHODS = {**FIXED, AUTO: {"method": "auto"}}
+METHODS = {**FIXED, AUTO: {"method": AUTO}}
 WARM_UP_TOKENS = 16
 SEED = 0
 

@@ -35,7 +35,7 @@ from longspec.signals import StopSignals
 from longspec.version import __version__
 
 BATCHES = 16
-"""Batches that are answered in one call, if a rank has so many prompts."""
+"""Largest number of batches that one call of the engine answers."""
 LIBRARIES = ("torch", "transformers")
 """Libraries whose versions are noted with the text."""
 

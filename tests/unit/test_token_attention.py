@@ -71,6 +71,7 @@ def check(
         ([100, 3], 3, 3, 64, 4),
         ([50], 1, 1, 96, 1),
         ([33], 1, 5, 16, 7),
+        ([40, 7], 1, 20, 32, 3),  # more heads than a tile has rows
     ],
 )
 def test_equals_its_reference_over_odd_shapes(

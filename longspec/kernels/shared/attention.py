@@ -27,7 +27,7 @@ class AttendToken(ABC):
     def project(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None, scale: float) -> Tensor:
         """`ResidualStream.rotate_and_store`, then attention: [B, 1, H·D].
 
-        qkv: contiguous [B, 1, (H + 2K)·D]. slots: of a whole cache, without `rows`.
+        qkv: contiguous [B, 1, (H + 2K)·D]. slots: without `rows`, so that sequence b is in row b of the cache.
         """
 
 

@@ -232,10 +232,10 @@ def token_attention(
 ) -> Tensor:
     """`rotate_and_store` of one token per sequence, and its attention to the prefix and itself: [B, 1, H D].
 
-    qkv: contiguous [B, 1, (H + 2 K) D]; query heads come first, then key heads, then value heads. slots: of a whole
-    cache; slots 0 … lengths[b] - 1 hold the prefix of sequence b, other slots may hold anything. lengths int [B];
-    scale > 0. arrivals: int32 [B K], zeros, which the kernel leaves behind as zeros. The prefix is read in
-    `num_splits` parts. overlap: start before the previous kernel has ended.
+    qkv: contiguous [B, 1, (H + 2 K) D]; query heads come first, then key heads, then value heads. slots: without
+    `rows`, so that sequence b is in row b of the cache, whose slots 0 … lengths[b] - 1 hold its prefix; others may hold
+    anything. lengths int [B]; scale > 0. arrivals: int32 [B K], all zero before the kernel and after it. The prefix is
+    read in `num_splits` parts. overlap: start before the previous kernel has ended.
     """
     positions, (cos, sin), keys, values, numbers, _ = slots
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
@@ -253,7 +253,7 @@ def token_attention(
         *(*keys.stride()[:3], *values.stride()[:3], scale * LOG2_E, eps, kv_heads, group),
         HAS_NORM=norms is not None,
         HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m,
+        BLOCK_M=max(tiles.block_m, triton.next_power_of_2(group)),
         BLOCK_N=tiles.block_n,
         BLOCK_D=padded_dim(head_dim),
         GROUP=triton.next_power_of_2(group),
