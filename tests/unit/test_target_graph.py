@@ -74,8 +74,9 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bo
 
 def each(change: Any, passed: TargetStates) -> TargetStates:
     """`change` of every tensor."""
-    hidden, layers = passed
-    return None if hidden is None else change(hidden), [(change(keys), change(values)) for keys, values in layers]
+    hidden, layers, _ = passed
+    layers = [(change(keys), change(values)) for keys, values in layers]
+    return TargetStates(None if hidden is None else change(hidden), layers)
 
 
 @pytest.mark.gpu
