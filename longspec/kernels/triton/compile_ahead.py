@@ -26,6 +26,8 @@ FEW_KERNELS = 4
 """Number of kernels up to which one process compiles them."""
 PATIENCE_S = 30.0
 """Seconds after which processes that have not ended are killed, and this one compiles what they have not."""
+NUMBER_BYTES = 2
+"""Size of a kernel's number in the pipe from which processes take their work."""
 _one_at_a_time = Lock()
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
@@ -56,22 +58,25 @@ class _Compilations:
         """Compile everything."""
         calls = [compile_kernel for compile_kernel, _ in self.waiting.values()]
         if len(calls) > FEW_KERNELS:
-            count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(calls))
-            _run_in_forks([calls[number::count] for number in range(count)])
+            _run_in_forks(calls, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(calls)))
         for compile_kernel, finalize in self.waiting.values():
             finalize(compile_kernel())
 
 
-def _run_in_forks(shares: Sequence[Sequence[Callable[[], Any]]]) -> None:
-    """Run each share of calls in a process. They only warm a cache, so it does not matter whether they fail."""
+def _run_in_forks(calls: Sequence[Callable[[], Any]], count: int) -> None:
+    """Run calls in this many processes. They only warm a cache, so it does not matter whether they fail."""
     running: set[int] = set()
+    numbers, end_of_numbers = os.pipe()  # a process that is free takes the next number
+    os.write(end_of_numbers, b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(calls))))
+    os.close(end_of_numbers)
     with warnings.catch_warnings(), suppress(OSError):
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the forks use none of their locks
-        for share in shares:
+        for _ in range(count):
             process = os.fork()
             if process == 0:
-                _run_and_exit(share)
+                _run_and_exit(calls, numbers)
             running.add(process)
+    os.close(numbers)
     end = time.monotonic() + PATIENCE_S
     while running:
         if time.monotonic() > end:
@@ -88,12 +93,13 @@ def _has_ended(process: int) -> bool:
         return True
 
 
-def _run_and_exit(calls: Sequence[Callable[[], Any]]) -> None:
+def _run_and_exit(calls: Sequence[Callable[[], Any]], numbers: int) -> None:
     """In a fork: the device's context is the parent's, so nothing may free a tensor."""
     gc.disable()
     try:
-        for call in calls:
-            call()
+        while number := os.read(numbers, NUMBER_BYTES):
+            with suppress(Exception):
+                calls[int.from_bytes(number)]()
     finally:
         os._exit(0)
 
