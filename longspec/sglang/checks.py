@@ -89,6 +89,7 @@ def suits_greedy_round(batch: Any) -> bool:
     return bool(
         sampling.is_all_greedy
         and not (batch.has_grammar or batch.return_logprob or batch.return_hidden_states)
+        and not sampling.has_custom_logit_processor
         and sampling.acc_additive_penalties is None
         and sampling.acc_scaling_penalties is None
         and sampling.logit_bias is None

@@ -201,12 +201,13 @@ def test_a_level_has_as_many_nodes_as_can_be_verified() -> None:
         {"has_grammar": True},
         {"return_logprob": True},
         {"sampling_info.is_all_greedy": False},
+        {"sampling_info.has_custom_logit_processor": True},
         {"sampling_info.logit_bias": torch.zeros(1)},
     ],
 )
 def test_what_a_graph_leaves_out_takes_sglangs_own_round(needs: dict[str, Any]) -> None:
     nothing = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias"))
-    sampling = SimpleNamespace(is_all_greedy=True, **nothing)
+    sampling = SimpleNamespace(is_all_greedy=True, has_custom_logit_processor=False, **nothing)
     flags = dict.fromkeys(("has_grammar", "return_logprob", "return_hidden_states"), False)
     batch = SimpleNamespace(sampling_info=sampling, **flags)
     assert suits_greedy_round(batch)
