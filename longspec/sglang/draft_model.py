@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.device import upload
-from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
+from longspec.kernels.shared.residual import ResidualStream, RopeTable
 from longspec.kernels.torch.attention import SdpaAttention
 from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.draft_files import check_draft, draft_settings
@@ -24,7 +24,6 @@ from longspec.models.draft_vocabulary import MAPS, extra_columns, listed_tokens,
 from longspec.models.families import class_of
 from longspec.models.fused import FusedDraftLayer, rope_table
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, head_rows, share_target, split_draft
-from longspec.models.target_attention import QueryAttend
 
 
 def load_layer(path: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> GlideDecoderLayer:
@@ -111,29 +110,11 @@ class DraftModel:
         """Positions within the rotary table; a round can reach beyond the last one that a request can have."""
         return positions.clamp(max=len(self.rope[0]) - 1)
 
-    def store_keys_values(self, tokens: Tensor, slots: TokenSlots) -> None:
-        """Store the draft's own keys and values of tokens [1, T]."""
-        self.layer.store_keys_values(self.stream(tokens), slots)
-
     def feature(self, hidden: Tensor | None) -> Tensor | None:
         """The feature [B, 1, hidden] of the target's last hidden states [B, hidden], if the draft reads them."""
         if not self.reads_hidden or hidden is None:
             return None
         return self.layer.feature(self.backend.stream(hidden[:, None].contiguous(), self.config.rms_norm_eps))
-
-    def level(
-        self,
-        tokens: Tensor,
-        slots: TokenSlots,
-        self_attend: QueryAttend,
-        cross_attends: Sequence[QueryAttend],
-        feature: Tensor | None,
-    ) -> Tensor:
-        """Hidden states [B, n, hidden] of tokens [B, n]; see `GlideDecoderLayer.forward`. The tokens' keys and values
-        are in their slots before `self_attend` runs."""
-        stream = self.stream(tokens)
-        self.layer.add_to(stream, slots, self_attend, cross_attends, feature)
-        return stream.hidden
 
     def columns(self, requests: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
         """The columns of the logits of a round of requests, LongTensor [B]: all tokens, or the C tokens of the list and

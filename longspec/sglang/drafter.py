@@ -80,8 +80,9 @@ class Drafter:
 
             at = positions[level][:, None].expand_as(tokens).contiguous()
             own = TokenSlots(at, model.rope, keys, values, slots[level])
-            states = model.level(tokens, own, self_attend, cross_attends, feature)
-            model.backend.grow_level(tree, above, width, logits(states), None, ids=ids)
+            stream = model.stream(tokens)
+            model.layer.add_to(stream, own, self_attend, cross_attends, feature)
+            model.backend.grow_level(tree, above, width, logits(stream.hidden), None, ids=ids)
             above = slice(above.stop, above.stop + width)
         selected = model.backend.select_nodes(tree, levels, nodes, by_arrival=False)
         return DraftTree(selected.tokens, selected.parents)
@@ -114,7 +115,7 @@ class Drafter:
         """Store the draft's keys of tokens that the target has read; none in a negative slot. All LongTensor [T]."""
         at = self.model.in_table(positions[None])
         own = TokenSlots(at, self.model.rope, *self.cache.as_row, slots[None])
-        self.model.store_keys_values(tokens[None], own)
+        self.model.layer.store_keys_values(self.model.stream(tokens[None]), own)
 
     def store_accepted(self, tokens: Tensor, requests: Tensor, lengths: Tensor, accepted: Tensor) -> None:
         """Store the draft's keys of a round's accepted path.

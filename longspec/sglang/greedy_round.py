@@ -38,30 +38,21 @@ def build_tree(
     rows, nodes = tree.tokens.shape
     if mask is not None:  # SGLang fills all of it, and it has room for the largest batch
         mask = mask[: nodes * (total + nodes * rows)]
-    mask, positions, index, next_token, next_sibling, tokens = build_tree_kernel_efficient(
+    mask, positions, *links, tokens = build_tree_kernel_efficient(
         *(tree.tokens[:, 0], *candidates(tree.parents, steps), tree.tokens[:, 1:], lengths, total),
         *(nodes, steps, nodes),
         tree_mask_buf=mask,
     )
-    return verify_input(tokens, mask, positions, steps, topk, nodes, (index, next_token, next_sibling))
+    return verify_input(tokens, mask, positions, tuple(links), steps, topk, nodes)
 
 
 def verify_input(
-    tokens: Tensor,
-    mask: Tensor,
-    positions: Tensor,
-    steps: int,
-    topk: int,
-    nodes: int,
-    links: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    tokens: Tensor, mask: Tensor, positions: Tensor, links: tuple[Tensor | None, ...], *sizes: int
 ) -> EagleVerifyInput:
-    """`EagleVerifyInput` of trees with `steps` levels and `nodes` nodes. links: which nodes follow each one; None for a
-    round that does not read them."""
-    return EagleVerifyInput(
-        *(tokens, mask, positions, *links, None, steps, topk, nodes, CaptureHiddenMode.FULL),
-        seq_lens_sum=None,
-        seq_lens_cpu=None,
-    )
+    """SGLang's form of trees. links: three tensors of numbers of next nodes; None where nothing reads them. sizes:
+    number of levels, SGLang's top k, number of nodes."""
+    fields = (tokens, mask, positions, *links, None, *sizes, CaptureHiddenMode.FULL)
+    return EagleVerifyInput(*fields, seq_lens_sum=None, seq_lens_cpu=None)
 
 
 class GreedyRound:
@@ -91,7 +82,7 @@ class GreedyRound:
             verified = build_tree(tree, lengths, rows * table.shape[1], mask, steps, self.sizes.topk)
         else:
             tree = DraftTree(roots[:, None], roots.new_full((rows, 1), -1))
-            verified = verify_input(roots, mask, lengths, 0, 1, 1)  # the mask is all ones
+            verified = verify_input(roots, mask, lengths, (None, None, None), 0, 1, 1)  # the mask is all ones
         slots = assign_extend_cache_locs_func(requests, table, lengths, lengths + nodes, rows, nodes, device)
         output = self._target(copy.copy(batch), backend, verified, requests, lengths, slots)
         best = output.next_token_logits.argmax(-1).view(rows, nodes)

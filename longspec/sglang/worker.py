@@ -209,9 +209,7 @@ class GlideWorker(EAGLEWorkerV2):
         """Store the draft's keys of the root and the accepted tokens. SGLang has moved these to the front of each
         request's nodes: node j predicted the token after j accepted ones, so token j + 1 of the path."""
         rows, nodes = len(roots), self.speculative_num_draft_tokens
-        drafted = result.next_token_ids.view(rows, nodes)[:, : self.sizes.steps]
-        if nodes < self.sizes.steps:
-            drafted = F.pad(drafted, (0, self.sizes.steps - nodes))
+        drafted = F.pad(result.next_token_ids.view(rows, nodes), (0, self.sizes.steps - nodes))  # or cuts it
         accepted = result.accept_lens
         self.store(
             roots=roots,

@@ -157,7 +157,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
 
     layer.sliding_window_size = 8
     backend.forward_extend(q, k, v, layer, batch)
-    assert calls[2:] == [(q, k, v, layer, batch, False)]
+    assert calls[1:] == [(q, k, v, layer, batch, True)]
 
 
 def test_only_the_accepted_path_is_stored() -> None:
@@ -169,7 +169,8 @@ def test_only_the_accepted_path_is_stored() -> None:
 
     table = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
     cache = WindowCache(torch.zeros(41, 1, 1), table, 4)
-    model = SimpleNamespace(store_keys_values=store, in_table=lambda at: at, rope=None)
+    layer = SimpleNamespace(store_keys_values=store)
+    model = SimpleNamespace(layer=layer, stream=lambda tokens: tokens, in_table=lambda at: at, rope=None)
     path = torch.tensor([[7, 8, 9], [4, 5, 6]])
     drafter = Drafter(model, cache, None, paged_attention)  # type: ignore[arg-type]
     drafter.store_accepted(path, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
