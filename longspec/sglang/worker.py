@@ -93,15 +93,13 @@ class GlideWorker(EAGLEWorkerV2):
     def _prepare_graphs(self, hidden_size: int, dtype: torch.dtype) -> None:
         """The functions that run as CUDA graphs, with their padding: request 0 and its slot 0 are SGLang's padding."""
         one = torch.ones(1, dtype=torch.long, device=self.device)
-        padding = {"roots": one, "requests": 0 * one, "lengths": one}
+        place = {"requests": 0 * one, "lengths": one}
+        padding = {"roots": one} | place
         if self.model.reads_hidden:
             padding["hidden"] = torch.zeros(1, hidden_size, dtype=dtype, device=self.device)
         drafted = torch.ones(1, self.speculative_num_steps, dtype=torch.long, device=self.device)
         self.propose = BatchGraphs(self._propose, padding)
-        self.store = BatchGraphs(
-            self._store,
-            {"roots": one, "drafted": drafted, "requests": 0 * one, "lengths": one, "accepted": 0 * one},
-        )
+        self.store = BatchGraphs(self._store, {"roots": one, "drafted": drafted, "accepted": 0 * one} | place)
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
         pools = self.req_to_token_pool, self.token_to_kv_pool_allocator
         runner = self.target_worker.model_runner
@@ -211,13 +209,8 @@ class GlideWorker(EAGLEWorkerV2):
         rows, nodes = len(roots), self.speculative_num_draft_tokens
         drafted = F.pad(result.next_token_ids.view(rows, nodes), (0, self.sizes.steps - nodes))  # or cuts it
         accepted = result.accept_lens
-        self.store(
-            roots=roots,
-            drafted=drafted,
-            requests=batch.req_pool_indices,
-            lengths=batch.seq_lens,
-            accepted=accepted,
-        )
+        place = {"requests": batch.req_pool_indices, "lengths": batch.seq_lens}
+        self.store(roots=roots, drafted=drafted, accepted=accepted, **place)
         hidden = None
         if self.model.reads_hidden:
             newest = accepted + torch.arange(-1, rows * nodes - 1, nodes, device=accepted.device)
