@@ -15,6 +15,12 @@ from longspec.errors import UserError
 
 MAPS = ("d2t", "t2d")
 """Names of the list's tensors in a draft's state dict."""
+MOST_EXTRA = 2048
+"""Largest number of prompt tokens outside the list per row."""
+TOTAL_EXTRA = 8192
+"""Number of prompt tokens outside the list that all rows share."""
+LEAST_EXTRA = 64
+"""Number that a row has in any case."""
 
 
 def listed_tokens(d2t: Tensor) -> Tensor:
@@ -78,3 +84,19 @@ def most_frequent(counts: Tensor, size: int, always: Collection[int]) -> Tensor:
     # Tokens of `always` that occur rank above the largest count.
     rank = counts + first * (counts > 0) * (counts.max() + 1)
     return rank.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def extra_columns(vocab: int, listed: int, rows: int) -> int:
+    """E of a batch of `rows` rows. listed: Vd."""
+    return min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), vocab - listed)
+
+
+def prompt_tokens(prompts: Tensor, lengths: Tensor, listed: Tensor, vocab: int) -> Tensor:
+    """The position at which each token occurs last in a prompt, LongTensor [B, V].
+
+    -1 for tokens that do not occur, and for those in `listed`.
+    """
+    positions = torch.arange(prompts.shape[1], device=prompts.device).expand_as(prompts)
+    positions = positions.where(positions < lengths[:, None], -1)
+    last = prompts.new_full((len(prompts), vocab), -1).scatter_reduce_(1, prompts, positions, "amax")
+    return last.index_fill_(1, listed, -1)

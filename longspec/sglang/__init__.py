@@ -11,9 +11,9 @@ imported by those modules; `longspec` itself never imports it.
 | `greedy_round` | the whole of a greedy round on tensors alone |
 | `drafter` | one pass over the tree's levels, on tensors alone |
 | `draft_model` | the layer with the target's embedding, head and rotary table |
-| `tree`, `tree_kernels` | which candidates are expanded and verified, in torch and in Triton |
-| `window`, `prefix` | the draft's own keys by KV slot; attention to the target's paged keys |
+| `window` | the draft's own keys by KV slot |
 | `paged` | our attention kernel for paged keys, also in SGLang's verification |
+| `large_batches` | the tree of each batch size |
 | `graphs` | CUDA graphs by batch size |
 """
 

@@ -1,4 +1,4 @@
-"""What a server with GLIDE cannot do, refused in one line before anything is loaded."""
+"""What a server with GLIDE cannot do, refused in one line before anything is loaded, and what a graph cannot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import GLIDE, DraftOptions, check_window
 from longspec.models.families import class_of
 from longspec.models.target_split import check_divisible
-from longspec.sglang.tree import most_nodes
+from longspec.sglang.large_batches import most_nodes
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Supported targets by `model_type`: those whose layers all attend to the whole prefix."""
@@ -81,3 +81,16 @@ def _check_tree(args: Any) -> None:
         raise UserError(
             f"--speculative-num-draft-tokens {nodes}: {steps} steps of top {topk} allow {steps + 1} to {most} tokens"
         )
+
+
+def suits_greedy_round(batch: Any) -> bool:
+    """Whether a batch of SGLang needs nothing from a round but greedy tokens."""
+    sampling = batch.sampling_info
+    return bool(
+        sampling.is_all_greedy
+        and not (batch.has_grammar or batch.return_logprob or batch.return_hidden_states)
+        and not sampling.has_custom_logit_processor
+        and sampling.acc_additive_penalties is None
+        and sampling.acc_scaling_penalties is None
+        and sampling.logit_bias is None
+    )

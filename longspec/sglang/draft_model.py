@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.device import upload
-from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
-from longspec.kernels.shared.tree import Tree, new_tree
+from longspec.kernels.shared.residual import ResidualStream, RopeTable
 from longspec.kernels.torch.attention import SdpaAttention
 from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import GLIDE, DraftOptions, GlideDecoderLayer, head_dim
-from longspec.models.draft_vocabulary import MAPS, listed_tokens
+from longspec.models.draft_vocabulary import MAPS, extra_columns, listed_tokens, prompt_tokens
 from longspec.models.families import class_of
 from longspec.models.fused import FusedDraftLayer, rope_table
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, head_rows, share_target, split_draft
-from longspec.models.target_attention import QueryAttend
-
-MOST_EXTRA = 2048
-"""Largest number of prompt tokens outside the draft's vocabulary list that a request can draft."""
-TOTAL_EXTRA = 8192
-"""Number of such tokens that all requests of a batch share."""
-LEAST_EXTRA = 64
-"""Number of such tokens that a request has in any case."""
 
 
 def load_layer(path: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> GlideDecoderLayer:
@@ -62,6 +53,12 @@ def device_backend(device: torch.device, dtype: torch.dtype, width: int) -> Back
 class DraftModel:
     """Levels of the draft and their logits. Requests are numbered as SGLang's request pool numbers them."""
 
+    listed_rows: Tensor
+    """With a vocabulary list: the head's rows for it."""
+    own_tokens: Tensor
+    """With a vocabulary list: IntTensor [requests, E], tokens of each prompt that are not in the list, the most recent
+    first; -1 where it has fewer."""
+
     def __init__(
         self,
         layer: GlideDecoderLayer,
@@ -78,7 +75,7 @@ class DraftModel:
         self.table, head_weight = weights
         self.backend = device_backend(self.table.device, self.table.dtype, head_dim(config))
         self.split_embedding: VocabularyEmbedding | None = None
-        self.head: nn.Module = _Head(head_weight, config.vocab_size)
+        self.head: Any = SimpleNamespace(weight=head_weight[: config.vocab_size])  # SGLang pads the vocabulary
         if group is not None:
             share_target(group)
             shared = SimpleNamespace(draft_model=layer, config=config)
@@ -91,18 +88,12 @@ class DraftModel:
         self.layers = (config.num_hidden_layers - 1, *layer.options.kv_layers)
         """The target's layers that the draft reads, in the order of its cross-attentions."""
         self.reads_hidden = layer.options.target_feature
-        device = self.table.device
         self.rope = rotary_table(config, positions, self.table)
-        self.trees: dict[int, Tree] = {}
-        """Room for the best children of each number of nodes."""
         self.listed = layer.vocabulary
-        self.listed_rows: Tensor | None = None
-        self.own_tokens: Tensor | None = None
-        """With a vocabulary list: IntTensor [requests, MOST_EXTRA], tokens of each prompt that are not in the list, the
-        most recent first; -1 where it has fewer."""
         if self.listed is not None:
-            self.own_tokens = torch.full((requests, MOST_EXTRA), -1, dtype=torch.int32, device=device)
-            self.read_head()
+            most = extra_columns(config.vocab_size, len(self.listed), 1)
+            self.own_tokens = torch.full((requests, most), -1, dtype=torch.int32, device=self.table.device)
+        self.read_head()
 
     def read_head(self) -> None:
         """Copy the head's rows of the vocabulary list; again after the target's weights have changed."""
@@ -119,109 +110,42 @@ class DraftModel:
         """Positions within the rotary table; a round can reach beyond the last one that a request can have."""
         return positions.clamp(max=len(self.rope[0]) - 1)
 
-    def store_keys_values(self, tokens: Tensor, slots: TokenSlots) -> None:
-        """Store the draft's own keys and values of tokens [1, T]."""
-        self.layer.store_keys_values(self.stream(tokens), slots)
-
     def feature(self, hidden: Tensor | None) -> Tensor | None:
         """The feature [B, 1, hidden] of the target's last hidden states [B, hidden], if the draft reads them."""
         if not self.reads_hidden or hidden is None:
             return None
         return self.layer.feature(self.backend.stream(hidden[:, None].contiguous(), self.config.rms_norm_eps))
 
-    def level(
-        self,
-        tokens: Tensor,
-        slots: TokenSlots,
-        self_attend: QueryAttend,
-        cross_attends: Sequence[QueryAttend],
-        feature: Tensor | None,
-    ) -> Tensor:
-        """Hidden states [B, n, hidden] of tokens [B, n]; see `GlideDecoderLayer.forward`. The tokens' keys and values
-        are in their slots before `self_attend` runs."""
-        stream = self.stream(tokens)
-        self.layer.add_to(stream, slots, self_attend, cross_attends, feature)
-        return stream.hidden
+    def columns(self, requests: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+        """The columns of the logits of a round of requests, LongTensor [B]: all tokens, or the C tokens of the list and
+        then each request's own.
 
-    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        """hidden [B, n, hidden] -> logits of all tokens [B, n, V], or of the rows of `weight`."""
-        if weight is not None:
-            return self.backend.linear(hidden, weight)
-        logits = self.backend.linear(hidden, self.head.weight)  # type: ignore[arg-type]
+        Returns the columns' tokens, LongTensor [B, C] (None for all), and the function of hidden states
+        [B, n, hidden] -> logits [B, n, C].
+        """
+        if self.listed is None:
+            return None, self._logits
+        extra = extra_columns(self.config.vocab_size, len(self.listed), len(requests))
+        own = self.own_tokens[requests, :extra].long()
+        weight = head_rows(self.head, own.clamp(min=0)).transpose(1, 2)
+        bias = torch.zeros_like(own, dtype=weight.dtype).masked_fill_(own < 0, -torch.inf)[:, None]
+
+        def logits(hidden: Tensor) -> Tensor:
+            listed = self.backend.linear(hidden, self.listed_rows)
+            return torch.cat([listed, torch.baddbmm(bias, hidden, weight)], 2)
+
+        return torch.cat([self.listed.expand(len(own), -1), own], 1), logits
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.backend.linear(hidden, self.head.weight)
         return self.head.gathered(logits) if isinstance(self.head, VocabularyHead) else logits
 
-    def best(self, logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and columns [B, n, topk] of the largest logits [B, n, C], the largest first. The next call
-        overwrites the log-probabilities."""
-        batch, nodes, columns = logits.shape
-        # Each node is the root of a tree of its own, which grows by one level; the root's score stays 0.
-        rows = batch * nodes
-        if rows not in self.trees:
-            self.trees[rows] = new_tree(rows, 1 + topk, False, logits.device)
-        tree = self.trees[rows]
-        self.backend.grow_level(tree, slice(0, 1), topk, logits.view(rows, 1, columns), None)
-        # The columns are copied, because the tree of a round keeps them.
-        return tree.scores[:, 1:].view(batch, nodes, topk), tree.tokens[:, 1:].clone().view(batch, nodes, topk)
-
-    def columns(self, requests: Tensor) -> RoundColumns:
-        """The columns of the logits of a round of requests, LongTensor [B]."""
-        if self.listed is None or self.own_tokens is None:
-            return RoundColumns(self)
-        extra = min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // len(requests)))
-        return RoundColumns(self, self.own_tokens[requests, :extra].long())
-
-    def note_prompt(self, request: int, tokens: Iterable[int]) -> None:
-        """Remember the tokens of a request's prompt that the vocabulary list lacks."""
-        if self.own_tokens is None:
+    def note_prompt(self, request: int, tokens: list[int]) -> None:
+        """Remember the most recent tokens of a request's prompt that the vocabulary list lacks."""
+        if self.listed is None:
             return
-        own = recent_tokens(tokens, self._in_list)
-        row = torch.full((MOST_EXTRA,), -1, dtype=torch.int32)
-        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-        self.own_tokens[request].copy_(upload(row, self.own_tokens.device))
-
-    @cached_property
-    def _in_list(self) -> set[int]:
-        return set() if self.listed is None else set(self.listed.tolist())
-
-
-class RoundColumns:
-    """The columns of a round's logits: all tokens, or those of the list and then each request's own."""
-
-    def __init__(self, model: DraftModel, own: Tensor | None = None) -> None:
-        """own: LongTensor [B, E], -1 for empty columns; None for all tokens."""
-        self.model = model
-        self.own = own
-        if own is not None:
-            self.own_rows = head_rows(model.head, own.clamp(min=0))
-            self.bias = torch.zeros_like(own, dtype=self.own_rows.dtype).masked_fill_(own < 0, -torch.inf)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [B, n, hidden] -> [B, n, C]"""
-        if self.own is None:
-            return self.model.logits(hidden)
-        own = torch.baddbmm(self.bias[:, None], hidden, self.own_rows.transpose(1, 2))
-        return torch.cat([self.model.logits(hidden, self.model.listed_rows), own], 2)
-
-    def best(self, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens [B, n, topk] of the most probable columns."""
-        values, columns = self.model.best(self.logits(hidden), topk)
-        if self.own is None or self.model.listed is None:
-            return values, columns
-        listed = self.model.listed
-        own = columns - len(listed)
-        tokens = self.own[:, None].expand(-1, columns.shape[1], -1).gather(2, own.clamp(min=0))
-        return values, torch.where(own < 0, listed[columns.clamp(max=len(listed) - 1)], tokens)
-
-
-class _Head(nn.Module):
-    """The head of the whole vocabulary, on the target's own weight, which SGLang pads."""
-
-    def __init__(self, weight: Tensor, vocab_size: int) -> None:
-        super().__init__()
-        self.weight = weight[:vocab_size]
-
-
-def recent_tokens(tokens: Iterable[int], listed: set[int]) -> list[int]:
-    """The distinct tokens that are not in `listed`, the most recent first, at most MOST_EXTRA."""
-    distinct = dict.fromkeys(reversed(list(tokens)))
-    return [token for token in distinct if token not in listed][:MOST_EXTRA]
+        prompt = upload(torch.tensor([tokens]), self.listed.device)
+        lengths = torch.full((1,), len(tokens), device=prompt.device)
+        positions = prompt_tokens(prompt, lengths, self.listed, self.config.vocab_size)
+        position, own = positions[0].topk(self.own_tokens.shape[1])
+        self.own_tokens[request] = own.where(position >= 0, -1)

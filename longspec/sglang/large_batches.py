@@ -6,12 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from longspec.sglang.tree import most_nodes
-
 VERIFIED_TOKENS = 256
 """Number of tokens per verification, over all requests, up to which trees are whole."""
 LEAST_NODES = 4
 """Smaller trees cost more than they accept; beyond that a round drafts nothing."""
+
+
+def most_nodes(topk: int, steps: int) -> int:
+    """Number of nodes of the whole tree, the root included."""
+    return 1 + topk + topk * topk * (steps - 1)
+
+
+def tree_shape(topk: int, steps: int, nodes: int) -> tuple[int, ...]:
+    """Number of nodes in each level below the root: its `topk` best children, then the `topk` ** 2 best continuations
+    of a level, or as many as `nodes` verified nodes can hold next to their ancestors."""
+    return tuple(min(topk if level == 0 else topk * topk, nodes - 1 - level) for level in range(steps))
 
 
 class VerifySizes:

@@ -39,32 +39,6 @@ class PagedAttention:
         parts = count_splits(programs, self.capacity, at_once)
         paged_attention(q, prefix, out, width**-0.5, parts, tiles, tree)
 
-    def verify(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *batch_and_pool: Any, **features: Any) -> bool:
-        """Attention of B trees of N nodes, by the arguments of `extend_attention_fwd`
-        (srt/layers/attention/triton_ops/extend_attention.py, line 622); False, without an effect, for what the kernel
-        lacks.
-
-        q, out [B * N, H, D]; k, v [B * N, K, D], those of the nodes.
-        """
-        keys, values, _, kv_starts, kv_slots, mask, _, mask_starts, nodes, k_scale, v_scale, scale = batch_and_pool
-        batch, width = len(kv_starts) - 1, q.shape[2]
-        if (
-            mask is None
-            or len(q) != batch * nodes
-            or keys.dim() != 3
-            or not out.is_contiguous()
-            or (k_scale, v_scale) != (1.0, 1.0)
-            or abs(scale * width**0.5 - 1) > 1e-6
-            or max(features[name] for name in ("logit_cap", "sliding_window_size", "xai_temperature_len")) > 0
-            or features["sinks"] is not None
-        ):
-            return False
-        queries = q.view(batch, nodes, -1, width).transpose(1, 2)
-        prefix = PagedPrefix(keys, values, kv_slots, kv_starts[:-1], kv_starts[1:])
-        tree = PagedTree(k, v, mask, mask_starts[:-1])
-        self(queries, prefix, out.view(batch, nodes, -1, width), tree)
-        return True
-
 
 def verify_with(backend: Any, attention: PagedAttention) -> None:
     """Let an attention backend of SGLang verify trees with `attention`, if it is the Triton backend."""
@@ -85,28 +59,29 @@ def _extend(
     save_kv_cache: bool = True,
     sinks: Any = None,
 ) -> Tensor:
-    """In place of `TritonAttnBackend.forward_extend` (srt/layers/attention/triton_backend.py, line 1205)."""
+    """In place of `TritonAttnBackend.forward_extend` (srt/layers/attention/triton_backend.py, line 1205), which also
+    takes what the kernel lacks."""
     metadata = backend.forward_metadata
+    starts, nodes, width = metadata.kv_indptr, metadata.max_extend_len, layer.qk_head_dim
     if (
         not (batch.forward_mode.is_target_verify() and save_kv_cache)
         or layer.is_cross_attention
         or layer.k_scale is not None
         or metadata.swa_out_cache_loc is not None
         or metadata.out_cache_loc_full_physical is not None
+        or metadata.custom_mask is None
+        or len(q) != (len(starts) - 1) * nodes
+        or abs(layer.scaling * width**0.5 - 1) > 1e-6
+        or max(layer.logit_cap, layer.sliding_window_size, layer.xai_temperature_len) > 0
+        or sinks is not None
     ):
         return original(q, k, v, layer, batch, save_kv_cache, sinks=sinks)
-    pool, slots = backend.token_to_kv_pool, batch.out_cache_loc
-    pool.set_kv_buffer(layer, slots, k, v)
+    pool = backend.token_to_kv_pool
+    pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+    pools = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     out = q.new_empty(q.shape)
-    heads = (-1, layer.tp_q_head_num, layer.qk_head_dim)
-    has_run = attention.verify(
-        *(q.view(heads), k, v, out.view(heads)),
-        *(pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
-        *(metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.custom_mask, True),
-        *(metadata.mask_indptr, metadata.max_extend_len, 1.0, 1.0, layer.scaling),
-        logit_cap=layer.logit_cap,
-        sliding_window_size=layer.sliding_window_size,
-        sinks=sinks,
-        xai_temperature_len=layer.xai_temperature_len,
-    )
-    return out if has_run else original(q, k, v, layer, batch, False, sinks=sinks)
+    heads = (-1, nodes, layer.tp_q_head_num, width)
+    prefix = PagedPrefix(*pools, metadata.kv_indices, starts[:-1], starts[1:])
+    tree = PagedTree(k, v, metadata.custom_mask, metadata.mask_indptr[:-1])
+    attention(q.view(heads).transpose(1, 2), prefix, out.view(heads), tree)
+    return out

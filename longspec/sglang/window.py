@@ -9,15 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspec.kernels.shared.residual import RopeTable, TokenSlots
-
 
 class WindowCache:
     """Keys and values [slots, K, D] for all slots of the target's pool."""
 
     def __init__(self, like: Tensor, req_to_token: Tensor, window: int) -> None:
-        """like: the target's keys of one layer, [slots, K, D]. req_to_token: IntTensor [requests, positions], the slot
-        of each position of a request."""
+        """like: the target's keys of one layer, [slots, K, D]. req_to_token: contiguous IntTensor [requests,
+        positions], the slot of each position of a request."""
         # Zeros, because masked slots must be finite.
         self.keys, self.values = torch.zeros_like(like), torch.zeros_like(like)
         self.req_to_token = req_to_token
@@ -33,26 +31,15 @@ class WindowCache:
         last = self.req_to_token.shape[1] - 1
         return self.req_to_token[requests[:, None], positions.clamp(0, last)].long()
 
+    def round(self, requests: Tensor, lengths: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, W + M, D] for one round, as the backends' window attention reads them: slot s < W
+        holds the newest position p of the prefix with p % W == s, and the slots from W on are free for M nodes.
 
-class RoundWindow:
-    """The window of one round, as the backends' window attention reads it: keys and values [B, K, W + M, D].
-
-    Slot s < W holds the newest position p of the prefix with p % W == s, and slot W + j holds node j.
-    """
-
-    def __init__(self, cache: WindowCache, requests: Tensor, lengths: Tensor, nodes: int) -> None:
-        """requests, lengths: LongTensor [B]; the prefix ends before position `lengths`. nodes: M."""
-        self.width = cache.window
+        requests, lengths: LongTensor [B]; the prefix ends before position `lengths`. nodes: M.
+        """
         newest = lengths[:, None] - 1
-        age = (newest - torch.arange(self.width, device=lengths.device)) % self.width
-        slots = cache.slots(requests, newest - age)
-        room = cache.keys.new_zeros(len(requests), nodes, *cache.keys.shape[1:])
-        self.keys, self.values = (
-            torch.cat([store[slots], room], 1).transpose(1, 2) for store in (cache.keys, cache.values)
-        )
-        self.node_slots = torch.arange(self.width, self.width + nodes, device=lengths.device)
-
-    def token_slots(self, first: int, positions: Tensor, rope: RopeTable) -> TokenSlots:
-        """The slots of nodes `first` … first + n - 1, which are at positions, LongTensor [B, n]."""
-        slots = self.node_slots[first : first + positions.shape[1]].expand_as(positions)
-        return TokenSlots(positions, rope, self.keys, self.values, slots)
+        age = (newest - torch.arange(self.window, device=lengths.device)) % self.window
+        slots = self.slots(requests, newest - age)
+        room = self.keys.new_zeros(len(requests), nodes, *self.keys.shape[1:])
+        keys, values = (torch.cat([store[slots], room], 1).transpose(1, 2) for store in (self.keys, self.values))
+        return keys, values

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,14 +28,13 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.kernels.shared.device import describe_gpu, upload
+from longspec.sglang.checks import suits_greedy_round
 from longspec.sglang.draft_model import DraftModel, load_layer
-from longspec.sglang.drafter import Drafter, prefill_positions
+from longspec.sglang.drafter import Drafter, DraftTree, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
-from longspec.sglang.greedy_round import GreedyRound, build_tree, can_capture, suits
-from longspec.sglang.large_batches import VerifySizes
+from longspec.sglang.greedy_round import GreedyRound, build_tree, can_capture
+from longspec.sglang.large_batches import VerifySizes, tree_shape
 from longspec.sglang.paged import PagedAttention, verify_with
-from longspec.sglang.prefix import PrefixAttention
-from longspec.sglang.tree import Candidates
 from longspec.sglang.window import WindowCache
 
 
@@ -89,22 +87,19 @@ class GlideWorker(EAGLEWorkerV2):
             raise UserError(f"GLIDE: reads keys [slots, heads, width], but SGLang stores {list(keys.shape)}")
         window = WindowCache(keys, table, layer.window)
         self.attention = PagedAttention(describe_gpu(table.device), runner.model_config.context_len)
-        prefix = PrefixAttention(pool, table, self.attention)
-        self.drafter = Drafter(self.model, window, prefix, self.topk)
+        self.drafter = Drafter(self.model, window, pool, self.attention)
         self._prepare_graphs(config.hidden_size, runner.dtype)
 
     def _prepare_graphs(self, hidden_size: int, dtype: torch.dtype) -> None:
         """The functions that run as CUDA graphs, with their padding: request 0 and its slot 0 are SGLang's padding."""
         one = torch.ones(1, dtype=torch.long, device=self.device)
-        padding = {"roots": one, "requests": 0 * one, "lengths": one}
+        place = {"requests": 0 * one, "lengths": one}
+        padding = {"roots": one} | place
         if self.model.reads_hidden:
             padding["hidden"] = torch.zeros(1, hidden_size, dtype=dtype, device=self.device)
         drafted = torch.ones(1, self.speculative_num_steps, dtype=torch.long, device=self.device)
         self.propose = BatchGraphs(self._propose, padding)
-        self.store = BatchGraphs(
-            self._store,
-            {"roots": one, "drafted": drafted, "requests": 0 * one, "lengths": one, "accepted": 0 * one},
-        )
+        self.store = BatchGraphs(self._store, {"roots": one, "drafted": drafted, "accepted": 0 * one} | place)
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
         pools = self.req_to_token_pool, self.token_to_kv_pool_allocator
         runner = self.target_worker.model_runner
@@ -113,7 +108,9 @@ class GlideWorker(EAGLEWorkerV2):
     def _propose(
         self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        return self.drafter.propose(*self.sizes.of(len(roots)), roots, requests, lengths, hidden)
+        steps, nodes = self.sizes.of(len(roots))
+        shape = tree_shape(self.topk, steps, nodes)
+        return self.drafter.propose(shape, nodes, roots, requests, lengths, hidden)
 
     def _store(self, roots: Tensor, drafted: Tensor, **rows: Tensor) -> tuple[Tensor, ...]:
         self.drafter.store_accepted(torch.cat([roots[:, None], drafted], 1), **rows)
@@ -149,7 +146,7 @@ class GlideWorker(EAGLEWorkerV2):
             finish = partial(self._after_prefill, batch, result)
         else:
             roots = batch.spec_info.bonus_tokens.long()
-            if self.rounds.has(len(roots)) and suits(batch):
+            if self.rounds.has(len(roots)) and suits_greedy_round(batch):
                 return self._greedy_round(batch, roots, on_publish)
             steps, nodes = self.sizes.of(self.store.padded(len(roots)))
             self.speculative_num_steps, self.speculative_num_draft_tokens = steps, nodes
@@ -188,20 +185,19 @@ class GlideWorker(EAGLEWorkerV2):
         return rows
 
     def _draft_tree(self, batch: Any, roots: Tensor) -> EagleVerifyInput:
-        candidates = Candidates(*self.propose(**self._rows(batch, roots)))
+        tree = DraftTree(*self.propose(**self._rows(batch, roots)))
         # The mask covers prefixes and nodes; only its size depends on the host's knowledge of the lengths.
         mask, _ = self.target_worker.model_runner.attn_backend.get_verify_buffers_to_fill_after_draft()
         total = batch.seq_lens_sum
         if total is None:
             total = len(roots) * self.req_to_token_pool.req_to_token.shape[1]
-        tree = self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk
-        return build_tree(candidates, roots, batch.seq_lens, total, mask, tree)
+        return build_tree(tree, batch.seq_lens, total, mask, self.speculative_num_steps, self.topk)
 
     def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:
         positions = upload(prefill_positions(batch.prefix_lens, batch.extend_lens), torch.device(self.device))
         self.drafter.store(batch.input_ids.long(), positions, batch.out_cache_loc)
         for request in batch.reqs:
-            self.model.note_prompt(request.req_pool_idx, chain(request.origin_input_ids, request.output_ids))
+            self.model.note_prompt(request.req_pool_idx, [*request.origin_input_ids, *request.output_ids])
         hidden = None
         if self.model.reads_hidden:
             hidden = select_last_extend_hidden(batch, result.logits_output.hidden_states)
@@ -211,17 +207,10 @@ class GlideWorker(EAGLEWorkerV2):
         """Store the draft's keys of the root and the accepted tokens. SGLang has moved these to the front of each
         request's nodes: node j predicted the token after j accepted ones, so token j + 1 of the path."""
         rows, nodes = len(roots), self.speculative_num_draft_tokens
-        drafted = result.next_token_ids.view(rows, nodes)[:, : self.sizes.steps]
-        if nodes < self.sizes.steps:
-            drafted = F.pad(drafted, (0, self.sizes.steps - nodes))
+        drafted = F.pad(result.next_token_ids.view(rows, nodes), (0, self.sizes.steps - nodes))  # or cuts it
         accepted = result.accept_lens
-        self.store(
-            roots=roots,
-            drafted=drafted,
-            requests=batch.req_pool_indices,
-            lengths=batch.seq_lens,
-            accepted=accepted,
-        )
+        place = {"requests": batch.req_pool_indices, "lengths": batch.seq_lens}
+        self.store(roots=roots, drafted=drafted, accepted=accepted, **place)
         hidden = None
         if self.model.reads_hidden:
             newest = accepted + torch.arange(-1, rows * nodes - 1, nodes, device=accepted.device)

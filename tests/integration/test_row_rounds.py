@@ -10,13 +10,13 @@ from pairs import make_pair
 from samplers import sampler
 from torch import Tensor
 
-from longspec.inference.drafting import reduced_head
 from longspec.inference.engine.batch import KINDS, Batch, Mode
 from longspec.inference.engine.modes import SelectiveDrafter
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import Drafting
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.sampling import GREEDY_KIND, Sampler
+from longspec.models import draft_vocabulary
 from longspec.models.glide import GlideMixin
 
 VOCAB = 4
@@ -105,7 +105,7 @@ def test_a_draft_with_a_vocabulary_follows_every_rows_distribution(model: GlideM
     """The prompt has every token; the rows keep the newest one of the two outside the list."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MOST_EXTRA", "LEAST_EXTRA"):
-            patch.setattr(reduced_head, name, 1)
+            patch.setattr(draft_vocabulary, name, 1)
         model.draft_model.set_vocabulary(torch.tensor([1, 2]))
         try:
             assert p_value(outcomes(model, METHODS["tree"]), laws(model)) > LEVEL

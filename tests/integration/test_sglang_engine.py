@@ -44,6 +44,7 @@ def answers(pair: tuple[str, str], calls: list[Any], speculates: bool, **further
         "sampling_backend": "pytorch",
         "chunked_prefill_size": 32,
         "mem_fraction_static": 0.3,
+        "max_total_tokens": 8192,
         "max_running_requests": 16,
         "random_seed": 1,
     }

@@ -9,9 +9,9 @@ from pairs import make_pair, tiny_config
 from safetensors.torch import load_file
 
 from longspec.errors import UserError
-from longspec.inference.drafting import reduced_head
 from longspec.inference.drafting.reduced_head import ReducedHead, head_bytes
 from longspec.inference.runner import Runner
+from longspec.models import draft_vocabulary
 from longspec.models.content import state_digest
 from longspec.models.draft_files import check_draft, list_size, load_draft
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
@@ -147,7 +147,7 @@ def test_the_size_of_the_head_is_known_before_it_is_built(
 ) -> None:
     """With room for the rows' own tokens up to each of its limits."""
     for name, tokens in (("MOST_EXTRA", 40), ("TOTAL_EXTRA", 60), ("LEAST_EXTRA", 4)):
-        monkeypatch.setattr(reduced_head, name, tokens)
+        monkeypatch.setattr(draft_vocabulary, name, tokens)
     runner = Runner(pair)
     head = ReducedHead(runner, len(TOKENS), rows)
     assert head_bytes(pair.config, runner.dtype, len(TOKENS), rows) == sum(

@@ -13,29 +13,24 @@ from samplers import sampler
 from sglang_kernels import Pool, paged_attention, parents_of
 
 from longspec.errors import UserError
-from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
 from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import TokenSlots
-from longspec.kernels.torch.attention import SdpaAttention
-from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.glide import GlideMixin
 from longspec.sglang import draft_model
-from longspec.sglang.checks import DEFAULT_TREE, check_server, set_default_tree
-from longspec.sglang.draft_model import DraftModel, RoundColumns, load_layer, recent_tokens
-from longspec.sglang.drafter import Drafter, prefill_positions
+from longspec.sglang.checks import DEFAULT_TREE, check_server, set_default_tree, suits_greedy_round
+from longspec.sglang.draft_model import DraftModel, load_layer
+from longspec.sglang.drafter import Drafter, candidates, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
-from longspec.sglang.large_batches import VERIFIED_TOKENS, VerifySizes
-from longspec.sglang.prefix import PrefixAttention
-from longspec.sglang.tree import GrowingTree, most_nodes
+from longspec.sglang.large_batches import VERIFIED_TOKENS, VerifySizes, most_nodes, tree_shape
 from longspec.sglang.window import WindowCache
 
-TOPK, STEPS = 3, 3
+SHAPE, NODES = (3, 9, 9), 12
 LENGTHS = [29, 11]
 REQUESTS = torch.tensor([2, 1])
 OPTIONS = DraftOptions(window=16, kv_layers=(1,), target_feature=True, mlp_size=48)
@@ -60,9 +55,9 @@ def served(pair: GlideMixin, draft: Path, engine: StaticBatch, prompts: torch.Te
         pools.append(pool)
     layer = load_layer(str(draft), pair.config, torch.device("cpu"), torch.float32)
     weights = (pair.model.embed_tokens.weight, pair.lm_head.weight)
-    model = DraftModel(layer, pair.config, weights, capacity + STEPS, len(table))
+    model = DraftModel(layer, pair.config, weights, capacity + len(SHAPE), len(table))
     cache = WindowCache(pools[0][0], table, layer.window)
-    drafter = Drafter(model, cache, PrefixAttention(Pool(*pools), table, paged_attention), TOPK)
+    drafter = Drafter(model, cache, Pool(*pools), paged_attention)
     for request, prompt, length in zip(REQUESTS.tolist(), prompts, LENGTHS, strict=True):
         for start, stop in pairwise((0, 5, length)):  # a prefill in two chunks
             positions = prefill_positions([start], [stop - start])
@@ -73,48 +68,26 @@ def served(pair: GlideMixin, draft: Path, engine: StaticBatch, prompts: torch.Te
 
 @pytest.mark.parametrize(("family", "listed"), [("llama", None), ("qwen2", LISTED), ("qwen3", None)])
 @torch.no_grad()
-def test_each_level_has_the_logits_of_our_own_draft(
-    tmp_path: Path, family: str, listed: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed: torch.Tensor | None) -> None:
+    """Token by token; and SGLang reads its links from the numbers of the candidates."""
     pair = make_pair(tmp_path / "target", family, options=OPTIONS)
     pair.draft_model.set_vocabulary(listed)
     draft = save_draft(pair, tmp_path / "draft")
     prompts = torch.randint(0, 61, (2, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
     runner, own = Runner(pair), sampler(0.0, 2)
-    tree = TreeDrafter(runner, 2, (TOPK,) * STEPS, own.drafting(), "descend")
+    tree = TreeDrafter(runner, 2, SHAPE, own.drafting(), "descend", nodes=NODES)
     engine = StaticBatch(runner, tree, own, prompts, LENGTHS, max_new_tokens=8)
     engine.prefill()
     drafter = served(pair, draft, engine, prompts)
-
-    levels: list[tuple[Any, ...]] = []
-    grow, columns = GrowingTree.grow, RoundColumns.logits
-    logits: list[torch.Tensor] = []
-    monkeypatch.setattr(RoundColumns, "logits", lambda *args: logits.append(columns(*args)) or logits[-1])
-
-    def record(growing: GrowingTree, values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        levels.append((growing.first, growing.visible))
-        return grow(growing, values, tokens)
-
-    monkeypatch.setattr(GrowingTree, "grow", record)
-    read: list[torch.Tensor] = []
-    level = drafter.model.level
-    monkeypatch.setattr(drafter.model, "level", lambda *args: read.append(args[0]) or level(*args))
-    lengths = engine.cache.lengths.long()
-    drafter.propose(STEPS, 8, engine.root, REQUESTS, lengths, engine.cache.newest_hidden[:, 0])
-
-    own_columns = drafter.model.columns(REQUESTS)
-    feature = tree.draft.feature(engine.cache)
-    nodes = tree.draft.cache.keys.shape[2] - OPTIONS.window
-    assert len(levels) == STEPS
-    for number, ((first, visible), tokens) in enumerate(zip(levels, read, strict=True)):
-        padded = torch.nn.functional.pad(visible, (0, nodes - visible.shape[2]))
-        expected = tree.draft.level(Level(tokens, None, number, first, padded), engine.cache, feature)
-        actual = logits[number]
-        if listed is not None:
-            expected = torch.stack([tree.draft.head.whole(expected[:, n]) for n in range(expected.shape[1])], 1)
-            ids = torch.cat([listed.expand(2, -1), own_columns.own.clamp(min=0)], 1)[:, None].expand_as(actual)
-            actual = torch.full_like(expected, -torch.inf).scatter_reduce_(2, ids, actual, "amax")
-        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)
+    expected = tree.propose(engine.root, engine.cache)
+    hidden = engine.cache.newest_hidden[:, 0]
+    for _ in range(2):  # the second round grows where the first did
+        actual = drafter.propose(SHAPE, NODES, engine.root, REQUESTS, engine.cache.lengths.long(), hidden)
+        assert actual.tokens.equal(expected.tokens) and actual.parents.equal(expected.parents)
+    expanded, numbers = candidates(actual.parents, len(SHAPE))
+    assert expanded.shape[1] == 1 + NODES * (len(SHAPE) - 1)
+    for row, parents in enumerate(actual.parents.tolist()):
+        assert parents_of(expanded[row], numbers[row], NODES) == parents[1:]
 
 
 @pytest.mark.slow  # Triton's interpreter takes seconds
@@ -127,7 +100,7 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     gpu = describe_gpu(torch.device("cpu"))
     monkeypatch.setattr(draft_model, "device_backend", lambda *args: TritonBackend(TritonAttention(gpu)))
     monkeypatch.setattr(sys.modules[__name__], "paged_attention", PagedAttention(gpu, 64))
-    test_each_level_has_the_logits_of_our_own_draft(tmp_path, "qwen2", LISTED, monkeypatch)
+    test_the_tree_is_that_of_our_own_engine(tmp_path, "qwen2", LISTED)
 
 
 def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
@@ -184,67 +157,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
 
     layer.sliding_window_size = 8
     backend.forward_extend(q, k, v, layer, batch)
-    assert calls[2:] == [(q, k, v, layer, batch, False)]
-
-
-def test_tree_holds_the_best_paths_in_sglangs_layout() -> None:
-    """Every verified node's parent is verified, its path is the one that was scored, and no other is better."""
-    generator = torch.Generator().manual_seed(0)
-    tree = GrowingTree(2, TOPK, 4, torch.device("cpu"))
-    expanded = [[((), 0.0)] for _ in range(2)]  # path and score of each expanded node
-    numbered: list[list[tuple[int, ...]]] = [[()], [()]]  # the paths of all expanded nodes, by their numbers
-    candidates: list[dict[tuple[int, ...], float]] = [{}, {}]
-    for level in range(4):
-        shape = (2, 1 if level == 0 else TOPK, 50)
-        values, tokens = torch.rand(shape, generator=generator).log().topk(TOPK)
-        for row in range(2):
-            for (path, score), step, children in zip(expanded[row], values[row], tokens[row], strict=True):
-                for value, token in zip(step.tolist(), children.tolist(), strict=True):
-                    candidates[row][(*path, token)] = score + value
-        following = tree.grow(values, tokens)
-        for row in range(2):
-            here = {path: s for path, s in candidates[row].items() if len(path) == level + 1}
-            best = sorted(here, key=here.__getitem__, reverse=True)[:TOPK]
-            assert [path[-1] for path in best] == following[row].tolist()
-            expanded[row] = [(path, here[path]) for path in best]
-            numbered[row] += best
-            if level < 3:
-                for path, visible in zip(best, tree.visible[row], strict=True):
-                    seen = {numbered[row][node] for node in visible.nonzero()[:, 0].tolist()}
-                    assert seen == {path[:length] for length in range(level + 2)}
-    result = tree.candidates(9)
-    for row in range(2):
-        parents = parents_of(result.parents[row], result.chosen[row], TOPK)
-        paths: list[tuple[int, ...]] = [()]
-        for parent, token in zip(parents, result.tokens[row].tolist(), strict=True):
-            paths.append((*paths[parent], token))
-        best = sorted(candidates[row], key=candidates[row].__getitem__, reverse=True)[:8]
-        assert sorted(paths[1:]) == sorted(best)
-
-
-def test_a_certain_child_ranks_after_its_parent() -> None:
-    """Otherwise a verified node could lack its parent, at probability 1 in fp32."""
-    tree = GrowingTree(1, 2, 3, torch.device("cpu"))
-    certain = torch.tensor([0.0, -50.0])
-    for nodes in (1, 2, 2):
-        tree.grow(certain.expand(1, nodes, 2), torch.arange(2).expand(1, nodes, 2))
-    first = [float(scores[0, 0]) for scores in tree.scores]
-    assert first == sorted(set(first), reverse=True)
-    chosen = tree.candidates(4)
-    assert parents_of(chosen.parents[0], chosen.chosen[0], 2) == [0, 1, 2]
-
-
-def test_a_level_of_a_chain_does_not_overwrite_the_one_before() -> None:
-    """With one child per node all levels have as many nodes."""
-    model = SimpleNamespace(trees={}, backend=TorchBackend(SdpaAttention()))
-    logits = torch.tensor([[[0.0, 2.0, 1.0]], [[5.0, 0.0, 0.0]]])
-    scores, tokens = DraftModel.best(model, logits, 1)  # type: ignore[arg-type]
-    torch.testing.assert_close(scores, logits.log_softmax(-1).amax(-1, keepdim=True))
-    tree = GrowingTree(2, 1, 2, torch.device("cpu"))
-    tree.grow(scores, tokens)
-    tree.grow(*DraftModel.best(model, -logits, 1))  # type: ignore[arg-type]
-    assert [level.tolist() for level in tree.tokens] == [[[1], [0]], [[0], [1]]]
-    assert (tree.scores[1] < tree.scores[0]).all()
+    assert calls[1:] == [(q, k, v, layer, batch, True)]
 
 
 def test_only_the_accepted_path_is_stored() -> None:
@@ -256,9 +169,10 @@ def test_only_the_accepted_path_is_stored() -> None:
 
     table = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
     cache = WindowCache(torch.zeros(41, 1, 1), table, 4)
-    model = SimpleNamespace(store_keys_values=store, in_table=lambda at: at, rope=None)
+    layer = SimpleNamespace(store_keys_values=store)
+    model = SimpleNamespace(layer=layer, stream=lambda tokens: tokens, in_table=lambda at: at, rope=None)
     path = torch.tensor([[7, 8, 9], [4, 5, 6]])
-    drafter = Drafter(model, cache, None, 2)  # type: ignore[arg-type]
+    drafter = Drafter(model, cache, None, paged_attention)  # type: ignore[arg-type]
     drafter.store_accepted(path, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
     # Position p of request r is in slot 20 * r + p + 1.
     assert stored == {31: (7, 10), 32: (8, 11), 4: (4, 3)}
@@ -268,35 +182,39 @@ def test_prefill_continues_each_cached_prefix() -> None:
     assert prefill_positions([4, 0, 7], [2, 3, 1]).tolist() == [4, 5, 0, 1, 2, 7]
 
 
-def test_prompt_tokens_outside_the_list_are_the_most_recent() -> None:
-    assert recent_tokens([1, 2, 3, 2, 5], {3}) == [5, 2, 1]
-
-
-@pytest.mark.parametrize(("topk", "steps", "nodes"), [(4, 5, 32), (3, 2, 5), (1, 4, 5), (2, 1, 3)])
-def test_kernels_grow_the_same_tree(topk: int, steps: int, nodes: int) -> None:
-    pytest.importorskip("triton")
-    from longspec.sglang.tree_kernels import KernelTree
-
-    generator = torch.Generator().manual_seed(3)
-    plain, fused = (kind(2, topk, steps, torch.device("cpu")) for kind in (GrowingTree, KernelTree))
-    for level in range(steps):
-        rows = 2 * (1 if level == 0 else topk)
-        # As `DraftModel.best` gives them: part of wider rows.
-        values = torch.rand(rows, topk + 1, generator=generator).log().sort(descending=True).values
-        values, tokens = values[:, 1:].view(2, -1, topk), torch.randint(99, (2, rows // 2, topk), generator=generator)
-        assert fused.grow(values, tokens).equal(plain.grow(values, tokens))
-        if level < steps - 1:
-            assert fused.visible.equal(plain.visible) and fused.first == plain.first
-    for mine, expected in zip(fused.candidates(nodes), plain.candidates(nodes), strict=True):
-        assert mine.equal(expected)
-
-
 def test_larger_batches_verify_smaller_trees() -> None:
     sizes = VerifySizes(5, 32, 4)
     assert [sizes.of(batch) for batch in (1, 8, 9, 32, 64, 65)] == [(5, 32), (5, 32), (4, 16), (3, 8), (2, 4), (0, 1)]
     assert all(batch * sizes.of(batch)[1] <= VERIFIED_TOKENS for batch in range(1, 257))
     assert VerifySizes(5, 6, 1).of(64) == (0, 1)
     assert VerifySizes(8, 32, 2).of(16) == (5, 16)  # 4 levels of 2 children per node have 15 nodes
+
+
+def test_a_level_has_as_many_nodes_as_can_be_verified() -> None:
+    assert tree_shape(4, 5, 32) == (4, 16, 16, 16, 16)
+    assert tree_shape(4, 3, 8) == (4, 6, 5)
+    assert tree_shape(1, 4, 5) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"has_grammar": True},
+        {"return_logprob": True},
+        {"sampling_info.is_all_greedy": False},
+        {"sampling_info.has_custom_logit_processor": True},
+        {"sampling_info.logit_bias": torch.zeros(1)},
+    ],
+)
+def test_what_a_graph_leaves_out_takes_sglangs_own_round(needs: dict[str, Any]) -> None:
+    nothing = dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias"))
+    sampling = SimpleNamespace(is_all_greedy=True, has_custom_logit_processor=False, **nothing)
+    flags = dict.fromkeys(("has_grammar", "return_logprob", "return_hidden_states"), False)
+    batch = SimpleNamespace(sampling_info=sampling, **flags)
+    assert suits_greedy_round(batch)
+    for name, value in needs.items():
+        setattr(sampling if "." in name else batch, name.rpartition(".")[2], value)
+    assert not suits_greedy_round(batch)
 
 
 def test_a_batch_runs_at_the_next_captured_size() -> None:

@@ -10,14 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from longspec.inference.runner import Runner
+from longspec.models.draft_vocabulary import extra_columns, prompt_tokens
 from longspec.models.parallel import head_rows
-
-MOST_EXTRA = 2048
-"""Largest number of prompt tokens outside the list per row."""
-TOTAL_EXTRA = 8192
-"""Number of prompt tokens outside the list that all rows share."""
-LEAST_EXTRA = 64
-"""Number that a row has in any case."""
 
 
 class ReducedHead:
@@ -93,11 +87,6 @@ class ReducedHead:
         return logits.new_full((len(logits), self.vocab), -torch.inf).scatter_reduce_(1, self.ids, logits, "amax")
 
 
-def extra_columns(vocab: int, listed: int, rows: int) -> int:
-    """E of a batch of `rows` rows. listed: Vd."""
-    return min(MOST_EXTRA, max(LEAST_EXTRA, TOTAL_EXTRA // rows), vocab - listed)
-
-
 def head_bytes(config: PreTrainedConfig, dtype: torch.dtype, listed: int | None, rows: int) -> int:
     """Size of the tensors of a `ReducedHead`, before it is built. listed: Vd; None for a draft without a list: 0."""
     if listed is None:
@@ -106,14 +95,3 @@ def head_bytes(config: PreTrainedConfig, dtype: torch.dtype, listed: int | None,
     columns = rows * (listed + extra)
     weight = (listed + rows * extra) * config.hidden_size
     return (weight + columns) * dtype.itemsize + columns * torch.long.itemsize
-
-
-def prompt_tokens(prompts: Tensor, lengths: Tensor, listed: Tensor, vocab: int) -> Tensor:
-    """The position at which each token occurs last in a prompt, LongTensor [B, V].
-
-    -1 for tokens that do not occur, and for those in `listed`.
-    """
-    positions = torch.arange(prompts.shape[1], device=prompts.device).expand_as(prompts)
-    positions = positions.where(positions < lengths[:, None], -1)
-    last = prompts.new_full((len(prompts), vocab), -1).scatter_reduce_(1, prompts, positions, "amax")
-    return last.index_fill_(1, listed, -1)
