@@ -120,7 +120,7 @@ class TargetCache:
         Slots are still assigned after `lengths`, so an inactive row keeps its accepted tokens.
         """
         part = copy(self)
-        part.prefix_lengths = torch.where(active, self.lengths, 0)
+        part.prefix_lengths = self.lengths * active
         return part
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class GlideDraft(DraftDecoder):
     def level(self, level: Level, cache: TargetCache, feature: Tensor | None) -> Tensor:
         attention = self.runner.attention
         root = cache.lengths
-        positions = (root + level.depth)[:, None].expand_as(level.tokens)
+        positions = root[:, None].expand_as(level.tokens) + level.depth  # contiguous, as the kernels read it
 
         def self_attend(q: Tensor) -> Tensor:
             return attention.window(q, self.cache.keys, self.cache.values, root, level.depth, level.visible, self.scale)

@@ -118,7 +118,7 @@ class Rounds:
             self.cache.newest_hidden.copy_(torch.where(active[:, None, None], newest, self.cache.newest_hidden))
 
         # Compact: store the root and the accepted draft tokens in the caches of draft and target.
-        count = torch.where(active, accepted.count + 1, 0)
+        count = (accepted.count + 1) * active
         path_tokens = proposal.tokens.gather(1, accepted.path)
         steps = torch.arange(proposal.depth + 1, device=count.device)
         fed = [path_tokens, self.cache.lengths[:, None] + steps, steps < count[:, None]]
@@ -126,14 +126,14 @@ class Rounds:
             fed.append(read.gather(1, accepted.path[..., None].expand(-1, -1, read.shape[2])))
         self.drafter.feed(*fed)
         # The path starts with the root, which an earlier round emitted. The bonus token comes after the last node.
-        emitted = path_tokens.roll(-1, dims=1).scatter(1, accepted.count[:, None], accepted.bonus[:, None])
+        emitted = path_tokens.roll(-1, dims=1).scatter_(1, accepted.count[:, None], accepted.bonus[:, None])
         self.sampler.append(emitted, count)
         self.cache.keep(accepted.path, count, self.runner.backend)
 
         self.cache.compare_ranks(emitted, count)
         given = proposal, accepted, emitted, count, self.cache.faults, logits, self.report
         result = pack(*given, self.runner.backend)
-        self.root.copy_(torch.where(active, accepted.bonus, self.root))  # the proposal may hold this tensor
+        torch.where(active, accepted.bonus, self.root, out=self.root)  # the proposal may hold this tensor
         return result
 
     def verify(self, proposal: Proposal) -> Tensor:
