@@ -143,7 +143,7 @@ def token_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
-    """Reference of `window_attention.window_attention`."""
+    """Reference of `tree_attention.window_attention`."""
     window = k.shape[2] - tree_mask.shape[2]
     buffer_mask = buffer_visible(lengths, level, window, q.shape[2])
     return attention_with_lse(q, k, v, torch.cat([buffer_mask, tree_mask], 2), scale)[0]

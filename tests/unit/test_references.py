@@ -26,7 +26,6 @@ REFERENCES = {
     "prefix_attention": "attention_reference",
     "token_attention": "attention_reference",
     "tree_attention": "attention_reference",
-    "window_attention": "attention_reference",
     "elementwise": "layer_reference",
     "logit_statistics": "layer_reference",
     "skinny_product": "product_reference",

@@ -24,8 +24,7 @@ from longspec.kernels.triton.attention_tiles import (
 )
 from longspec.kernels.triton.prefix_attention import prefix_attention
 from longspec.kernels.triton.token_attention import token_attention
-from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
-from longspec.kernels.triton.window_attention import window_attention
+from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
 
 PrefixPass = Callable[[Tensor, Tensor, Tensor, float], PrefixParts]
 """The prefix kernel for one layer: (q, k, v, scale) -> the states of attention to parts of the prefix."""
