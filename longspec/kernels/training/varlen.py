@@ -4,17 +4,12 @@ Half precision on CUDA runs on FlashAttention, everything else on torch's own at
 needs a mask of tokens x tokens.
 """
 
-import logging
-from functools import cache
-
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.varlen_flash import FlashAttention
 from longspec.kernels.training.varlen_padded import PaddedAttention
-
-logger = logging.getLogger(__name__)
 
 
 def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> PaddedAttention:
@@ -38,10 +33,6 @@ def resolve_attention(requested: str | None) -> str:
     on_gpu = torch.cuda.is_available() and torch.version.hip is None
     used = (on_gpu and varlen_flash.installed_flash_attention()) or "sdpa"
     if used != name:
-        _log_replacement(name, "PyTorch's own attention" if used == "sdpa" else used)
+        own = "PyTorch's own attention" if used == "sdpa" else used
+        warn_once("attn_implementation: %s cannot be used here; training runs on %s", name, own)
     return used
-
-
-@cache
-def _log_replacement(requested: str, used: str) -> None:
-    logger.warning("attn_implementation: %s cannot be used here; training runs on %s", requested, used)

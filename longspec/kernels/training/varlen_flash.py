@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspec.errors import first_line
+from longspec.errors import first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
 from longspec.kernels.training.varlen_padded import PaddedAttention
@@ -45,7 +45,7 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _torch_has_flash(device: torch.device) -> bool:
     plain = plain_gpu(device)
     if plain:
-        logger.warning("attention in training runs on padded segments: %s", plain)
+        warn_once("attention in training runs on padded segments: %s", plain)
         return False
     # Before torch 2.7 the LSE of segments has another layout, as it has on ROCm.
     return torch.__version__ >= "2.7" and torch.backends.cuda.is_flash_attention_available()
