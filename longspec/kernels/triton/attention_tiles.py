@@ -30,6 +30,11 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def options(self, head_dim: int) -> dict[str, int]:
+        """Keyword arguments of a launch."""
+        sizes = {"HEAD_DIM": head_dim, "BLOCK_D": padded_dim(head_dim), "BLOCK_M": self.block_m}
+        return sizes | {"BLOCK_N": self.block_n, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def padded_dim(head_dim: int) -> int:
     """head_dim rounded up to a power of two and to 16, the smallest size of a matrix product."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, load_query_tile, padded_dim, share_begin
+from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, load_query_tile, share_begin
 from longspec.kernels.triton.online_softmax import finite
 
 MERGE_WARPS = 2
@@ -189,12 +189,7 @@ def paged_attention(
         *(node_keys, node_values, mask.view(torch.uint8), mask_starts, outs, lses),
         *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
         *(scale * LOG2_E, kv_heads, group, group * nodes, nodes, num_parts),
-        HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=padded_dim(head_dim),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(head_dim),
     )
     _merge_parts_kernel[(batch * nodes * heads,)](
         *(outs, lses, out, batch * nodes * heads, parts),

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from longspec.kernels.shared.attention import PrefixParts
 from longspec.kernels.shared.device import describe_gpu
-from longspec.kernels.triton.attention_tiles import (
-    LOG2_E,
-    check_layout,
-    load_query_tile,
-    padded_dim,
-    tree_attention_tiles,
-)
+from longspec.kernels.triton.attention_tiles import LOG2_E, check_layout, load_query_tile, tree_attention_tiles
 from longspec.kernels.triton.online_softmax import attend_to_slots, finite
 from longspec.kernels.triton.overlap import overlap_options
 
@@ -251,18 +245,13 @@ def _launch(
         *(q, k, v, lengths, mask, outs, lses, out),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *part_strides, *out.stride()[:3]),
         *(scale * LOG2_E, kv_heads, group, group * nodes, slots, level),
-        HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=padded_dim(head_dim),
         TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
         WINDOW=window,
         PREFIX_BLOCK=block,
         PARTS=num_parts,
         PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),
         OVERLAP=overlap,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(head_dim),
         **overlap_options(overlap),
     )
     return out
