@@ -16,6 +16,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from longspec.errors import UserError
+from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import DTYPES, check, check_choice
@@ -23,8 +24,6 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.recipe import auto_keys, with_auto_values, without
 from longspec.untrusted import read_yaml
 
-CONFIG_NAME = "training_config.yaml"
-"""File of the configuration in a checkpoint folder."""
 FREE_SECTIONS = ("data.templates.", "model.architecture_options")
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that is not in the schema."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.shared.split_mix import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
+from longspec.kernels.torch.row_noise import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
 
 BLOCK = 1024
 """Numbers per program."""
