@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,22 @@ def is_checkpoint(config: TrainConfig) -> bool:
 
 def _as_list(files: Any) -> Any:
     return [files] if isinstance(files, str) else files
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """`config` with absolute local paths, so that the saved configuration is valid in any working directory."""
+
+    def absolute(path: Any) -> Any:
+        return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
+
+    held_out = config.evaluation.files
+    return replace(
+        config,
+        data=replace(config.data, files=list(map(absolute, config.data.files))),
+        evaluation=replace(config.evaluation, files=held_out and list(map(absolute, held_out))),
+        model_name_or_path=absolute(config.model_name_or_path),
+        draft_model_name_or_path=absolute(config.draft_model_name_or_path),
+    )
 
 
 def to_yaml(config: TrainConfig) -> str:

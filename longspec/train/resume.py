@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
 from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED
-from longspec.train.checkpoint import absolute_paths
-from longspec.train.config import CONFIG_NAME, read_config_file
+from longspec.train.config import CONFIG_NAME, absolute_paths, read_config_file
 from longspec.train.config_schema import ModelConfig, TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
