@@ -8,8 +8,7 @@ import torch
 from longspec.errors import UserError, warn_once
 from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
-from longspec.kernels.native.attention import NativeAttention
-from longspec.kernels.native.backend import NativeBackend
+from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
 from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
@@ -30,8 +29,7 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
     """
     name = attention_name(attention, device, dtype, head_dim)
     if name == DETERMINISTIC:
-        from longspec.kernels.triton.deterministic import DeterministicBackend
-        from longspec.kernels.triton.deterministic_attention import DeterministicAttention
+        from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 
         return DeterministicBackend(DeterministicAttention(describe_gpu(device)))
     kind: type[Backend] = NativeBackend if runs_native(device, dtype) else backend_of(device, dtype)
