@@ -20,7 +20,7 @@ from longspec.kernels.triton.backend import TritonBackend
 
 KERNELS = Path(__file__).resolve().parents[2] / "longspec" / "kernels" / "triton"
 REFERENCES = {
-    "deterministic_attention": "attention_reference",
+    "deterministic": "attention_reference",
     "flash_attention": "attention_reference",
     "paged_attention": "attention_reference",
     "prefix_attention": "attention_reference",

@@ -1,4 +1,4 @@
-"""The kernels of `deterministic_attention`: blocks of keys, and splits of blocks, at absolute positions.
+"""The kernels of `deterministic`: blocks of keys, and splits of blocks, at absolute positions.
 
 Query rows are the narrow side of all matrix products, so that the number of rows changes no sum. Multiplications and
 additions are not fused, because compilers choose differently in different kernels.
