@@ -13,7 +13,7 @@ from longspec.errors import UserError, warn_once
 from longspec.kernels import choice
 from longspec.kernels.choice import attention_name, backend_of, choose_backend
 from longspec.kernels.training import varlen_flash
-from longspec.kernels.training.varlen import resolve_attention
+from longspec.kernels.training.varlen_flash import resolve_attention
 
 
 def test_unknown_and_unsupported_backends_raise_an_error_that_names_them() -> None:
@@ -110,7 +110,7 @@ def test_cpu_decoding_needs_no_triton() -> None:
         sys.modules["triton"] = None  # importing it now fails
         import torch
         from longspec.kernels.choice import choose_backend
-        from longspec.kernels.training.varlen import training_attention
+        from longspec.kernels.training.varlen_flash import training_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
         attend = choose_backend("auto", torch.device("cpu"), torch.float32, 16).attention

@@ -10,7 +10,7 @@ import training_reference as reference
 from torch import Tensor
 
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen import training_attention
+from longspec.kernels.training.varlen_flash import training_attention
 from longspec.kernels.training.varlen_padded import PaddedAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

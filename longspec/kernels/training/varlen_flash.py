@@ -1,8 +1,9 @@
-"""Training attention on FlashAttention: flash-attn if it is installed, else FlashAttention-2 as torch builds it.
+"""Training attention over packed segments: FlashAttention in half precision on CUDA, else torch on padded segments.
 
-A lag needs no mask: FlashAttention's causal mask aligns the ends of T queries and T - lag keys, so query i sees the
-keys up to i - lag. On Hopper the target's pass, which has no backward, runs on the forward of FlashAttention-3 (package
-fa3-fwd). Shape letters are those of CONTRIBUTING.md; N counts flattened tokens, M segments.
+FlashAttention is flash-attn if it is installed, else FlashAttention-2 as torch builds it. A lag needs no mask: the
+causal mask aligns the ends of T queries and T - lag keys, so query i sees the keys up to i - lag. On Hopper the
+target's pass, which has no backward, runs on the forward of FlashAttention-3 (package fa3-fwd). Shape letters are those
+of CONTRIBUTING.md; N counts flattened tokens, M segments.
 """
 
 import importlib
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspec.errors import first_line, warn_once
+from longspec.errors import UserError, first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
 from longspec.kernels.training.varlen_padded import PaddedAttention
@@ -28,6 +29,32 @@ FORWARD_MODULE = "fa3_fwd_interface"
 """FlashAttention-3 without backward and without windows, in bf16."""
 MAX_HEAD_DIM = 256
 """Largest head_dim of FlashAttention-2."""
+
+
+def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> PaddedAttention:
+    """The fastest attention for a pair. use_flash: whether to run flash-attn where it is installed."""
+    return FlashAttention(use_flash) if runs(device, dtype, head_dim) else PaddedAttention()
+
+
+def resolve_attention(requested: str | None) -> str:
+    """The attention that training runs for a config's `attn_implementation`; logs once if it differs.
+
+    None means "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any
+    other name.
+    """
+    name = requested or "sdpa"
+    known = (*FLASH_MODULES, "sdpa", "eager")
+    if name not in known:
+        raise UserError(f"attn_implementation: unknown value {requested!r}; choose one of {', '.join(known)}")
+    if name not in FLASH_MODULES:
+        return name
+    # The compute capability is not read here, because that initializes CUDA. `_torch_has_flash` logs an old GPU.
+    on_gpu = torch.cuda.is_available() and torch.version.hip is None
+    used = (on_gpu and installed_flash_attention()) or "sdpa"
+    if used != name:
+        own = "PyTorch's own attention" if used == "sdpa" else used
+        warn_once("attn_implementation: %s cannot be used here; training runs on %s", name, own)
+    return used
 
 
 def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
