@@ -86,7 +86,9 @@ class OptimizerSteps:
         """
         start, batches = time.perf_counter(), self.batches
         assert batches is not None
-        tokens = self.count_tokens(batches.micro_batches)
+        # Tokens in the loss over all ranks, at least 1.
+        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches.micro_batches)
+        tokens = max(1, int(summed(torch.tensor(count, device=self.engine.device))))
         # DeepSpeed divides the gradient by the accumulation steps and averages it over ranks. This undoes both.
         # With W ranks, A micro-batches and n tokens in all: W · A / n times the sum of the loss.
         loss_scale = self.sampler.world_size * self.accumulation / tokens
@@ -100,8 +102,13 @@ class OptimizerSteps:
 
         # Metrics are means over tokens of all ranks, not means of per-rank means.
         means = summed_by_name(terms, divisor=tokens)
-        grad_norm = self.gradient_norm()
-        self.check_finite(step, terms, means["loss"], grad_norm)
+        # The norm before clipping; DeepSpeed has none in some steps.
+        norm = self.engine.get_global_grad_norm()
+        grad_norm = math.nan if norm is None else float(norm)
+        if not (math.isfinite(means["loss"]) and math.isfinite(grad_norm)):
+            # The means say that the step is broken, the terms of each micro-batch in which one.
+            losses = [micro_batch_terms["loss"] for micro_batch_terms in terms]
+            stop_at_broken_loss(step, means["loss"], grad_norm, losses, self.sample_ids(step))
         # A fraction, because epochs end within a step.
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
@@ -129,8 +136,9 @@ class OptimizerSteps:
             loss, micro_batch_terms = self.forward(micro_step, inputs)
             self.engine.backward(loss * loss_scale)
             terms.append(micro_batch_terms)
-            if step == self.first_step and index == 0:
-                self.log_slow_steps(time.perf_counter() - start)
+            step_s = (time.perf_counter() - start) * self.accumulation
+            if step == self.first_step and index == 0 and step_s > SLOW_STEP_S:
+                logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
 
             # The device is still busy, so preparing the next micro-batch here costs no time. Its target pass does not
             # depend on the draft's weights and can run in parallel to the optimizer step.
@@ -145,16 +153,6 @@ class OptimizerSteps:
             # DeepSpeed counts the calls: only the last one of a step changes the weights.
             self.engine.step()
         return terms
-
-    def log_slow_steps(self, micro_batch_s: float) -> None:
-        """Log how long the first step takes, where it would otherwise be a long silence."""
-        if (step_s := micro_batch_s * self.accumulation) > SLOW_STEP_S:
-            logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
-
-    def count_tokens(self, micro_batches: list[Batch]) -> int:
-        """The number of tokens in the loss of a step, over all ranks, at least 1."""
-        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in micro_batches)
-        return max(1, int(summed(torch.tensor(count, device=self.engine.device))))
 
     def micro_batch_inputs(self, micro_step: int, batch: Batch) -> EngineInputs:
         """The engine's inputs for a micro-batch, with positions and lags drawn for `micro_step` and this rank."""
@@ -187,25 +185,8 @@ class OptimizerSteps:
         whole = self.engine.module.needs_whole_pass(self.objective)
         target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments, whole)
 
-    def gradient_norm(self) -> float:
-        """The gradient norm of the last step before clipping; NaN if DeepSpeed has none."""
-        norm = self.engine.get_global_grad_norm()
-        return math.nan if norm is None else float(norm)
-
-    def check_finite(self, step: int, terms: list[dict[str, Tensor]], loss: float, grad_norm: float) -> None:
-        """Raise UserError on all ranks, with the ids of the samples, if the loss or the gradient is not finite."""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            return
-
-        # The means say that the step is broken, the terms of each micro-batch in which one.
-        losses = [micro_batch_terms["loss"] for micro_batch_terms in terms]
-        stop_at_broken_loss(step, loss, grad_norm, losses, self.sample_ids(step))
-
     def sample_ids(self, step: int) -> list[list[str]]:
         """The ids of this rank's samples in `step`, one list per micro-batch."""
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        ids = []
-        for micro_step in micro_steps:
-            rows = self.sampler.batch(micro_step)
-            ids.append([sample for row in rows for sample in self.inputs.rows.ids(row)])
-        return ids
+        ids = self.inputs.rows.ids
+        return [[sample for row in rows for sample in ids(row)] for rows in map(self.sampler.batch, micro_steps)]

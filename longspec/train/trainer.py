@@ -158,10 +158,7 @@ class Trainer:
             acceptance_length = metrics["eval_acceptance_length"]
             if acceptance_length > self.best_acceptance_length:
                 self.best_acceptance_length = acceptance_length
-                self._save_best(step, metrics)
+                self.before_save()
+                progress = Progress(step, self.world_size)
+                save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, metrics, self.run_identity)
         return metrics
-
-    def _save_best(self, step: int, metrics: dict[str, float]) -> None:
-        self.before_save()
-        progress = Progress(step, self.world_size)
-        save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, metrics, self.run_identity)
