@@ -172,7 +172,8 @@ def check_same_run(
     """Raise UserError with all differences if `config` is not a continuation of the run saved in `folder`.
 
     RESUMED_KEYS and the contents of data and target must be equal. The number of ranks, the micro-batch size and the
-    ZeRO stage may change if the number of rows per step stays the same. The length of the run may change.
+    ZeRO stage may change if the number of rows per step stays the same, and so may the length of the run. Logs warnings
+    about changes that affect the steps to come.
 
     saved_contents: digests from the checkpoint, None in older checkpoints. contents: digests of the current files.
     """
@@ -198,22 +199,11 @@ def check_same_run(
     if problems:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
 
-    _warn_about_changes(saved, current, saved_split, split, progress.step + 1)
-
-
-def _warn_about_changes(
-    saved: TrainConfig,
-    current: TrainConfig,
-    saved_split: tuple[int, int, int],
-    split: tuple[int, int, int],
-    next_step: int,
-) -> None:
-    """Log warnings about allowed changes that affect the steps to come."""
     if longer := _differences(saved, current, LENGTH_KEYS):
         logger.warning(
             "resume: %s; from step %d on the learning rate follows the schedule of the new length",
             "; ".join(longer),
-            next_step,
+            progress.step + 1,
         )
     if saved_split != split:
         # Lags and offsets are drawn per micro-step and rank (see `micro_step_generator`).

@@ -88,11 +88,7 @@ def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> 
 
 
 def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
-    """bool [B, nodes, window]: the slots of the ring buffer that queries at position lengths[b] + level see.
-
-    Slot s of the ring buffer holds the newest position p < lengths[b] with p % window == s. It is visible if p >= 0 and
-    p >= lengths[b] + level - window.
-    """
+    """bool [B, nodes, window]: the slots of the ring buffer that the queries of `DecodingAttention.window` see."""
     lengths = lengths[:, None]
     age = (lengths - 1 - torch.arange(window, device=lengths.device)) % window  # 0 for the newest position
     visible = age < lengths.clamp(max=window - level)
