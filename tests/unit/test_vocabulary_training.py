@@ -17,8 +17,8 @@ from longspec.models.target_files import read_config
 from longspec.ranks.agreement import Termination
 from longspec.train.checkpoint import extract_draft, read_draft
 from longspec.train.config_schema import TrainConfig
+from longspec.train.inputs import check_list_split
 from longspec.train.run import train
-from longspec.train.vocabulary import check_list_split
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SIZE = 12

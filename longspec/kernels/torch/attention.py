@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from longspec.kernels.shared.attention import Attend
+from longspec.kernels.shared.attention import Attend, DecodingAttention
 
 FOLD_LIMIT = 32
 """Largest number of queries for which the query heads of a group become rows of their KV head. For few queries this is
 faster on the CPU."""
 
 
-class SdpaAttention:
+class SdpaAttention(DecodingAttention):
     """Decoding attention on torch; reads `lengths` on the host."""
 
     name = "sdpa"
@@ -57,9 +57,6 @@ class SdpaAttention:
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_sdpa(q, k, v, mask, scale)
-
-    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
-        return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)
