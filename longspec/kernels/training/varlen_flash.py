@@ -103,11 +103,8 @@ class FlashAttention(PaddedAttention):
             flash = _installed_varlen()
         # FlashAttention counts the window back from the newest visible key, which is `lag` back.
         reach = -1 if window is None else window - segments.lags[0]
-        # With a lag, the last keys of each segment are dropped, so that the ends of queries and keys align.
-        if (rows := segments.keys.rows) is not None:
-            k, v = k.index_select(0, rows), v.index_select(0, rows)
         if flash is None:
-            return _forward(q, k, v, segments, scale, reach)[0]
+            return _forward(q, *_visible(k, v, segments), segments, scale, reach)[0]
         return _run(flash, q, k, v, segments, scale, reach)
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -123,6 +120,7 @@ def _run(
 ) -> Tensor:
     """A call of flash-attn; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
     keys = segments.keys
+    k, v = _visible(k, v, segments)
     out = flash(
         q,
         k,
@@ -136,6 +134,15 @@ def _run(
         window_size=(reach, -1 if reach < 0 else 0),
     )
     return out[0] if isinstance(out, tuple) else out
+
+
+def _visible(k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """The keys and values that some query sees.
+
+    With a lag, the last ones of each segment are dropped, so that the ends of queries and keys align.
+    """
+    rows = segments.keys.rows
+    return (k, v) if rows is None else (k.index_select(0, rows), v.index_select(0, rows))
 
 
 def installed_flash_attention() -> str | None:
@@ -213,10 +220,7 @@ class _BlockFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        keys = segments.keys
-        assert keys.rows is not None
-        far_k, far_v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
-        far, far_lse, *state = _forward(q, far_k, far_v, segments, scale)
+        far, far_lse, *state = _forward(q, *_visible(k, v, segments), segments, scale)
 
         # LSE per part, [BLOCK, N, H]. The first block of a segment sees no key: its LSE is +inf, so all weights are 0.
         sees_any = (segments.offsets >= BLOCK)[:, None]
@@ -241,8 +245,7 @@ class _BlockFlash(torch.autograd.Function):
         segments, scale = ctx.segments, ctx.scale
         rows = segments.keys.rows
 
-        far_k, far_v = k.index_select(0, rows), v.index_select(0, rows)
-        dq, far_dk, far_dv = _backward(upstream, q, far_k, far_v, out, lse, state, segments, scale)
+        dq, far_dk, far_dv = _backward(upstream, q, *_visible(k, v, segments), out, lse, state, segments, scale)
         dq = dq.to(lse.dtype)
         # Gradients of the far part; the near part is added below.
         dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
