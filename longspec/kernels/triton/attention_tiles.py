@@ -160,7 +160,7 @@ def load_block(ptr, offsets, dim, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def load_key_tile(ptr, stride_slot, slot, dim, end, HEAD_DIM: tl.constexpr):
-    """Keys or values of the slots before `end`; later slots are never read."""
-    visible = (slot < end)[:, None] & (dim < HEAD_DIM)[None, :]
-    return tl.load(ptr + slot.to(tl.int64)[:, None] * stride_slot + dim[None, :], mask=visible, other=0.0)
+def load_key_tile(ptr, stride_slot, slot, dim, is_read, HEAD_DIM: tl.constexpr):
+    """Keys or values of slots [n] where `is_read`; others are never read and count as 0."""
+    mask = is_read[:, None] & (dim < HEAD_DIM)[None, :]
+    return tl.load(ptr + slot.to(tl.int64)[:, None] * stride_slot + dim[None, :], mask=mask, other=0.0)

@@ -153,9 +153,7 @@ def _tree_attention_kernel(
         in_rows,
         dim,
         HEAD_DIM,
-        BLOCK_M,
         BLOCK_N,
-        BLOCK_D,
         TREE_NODES,
         WINDOW,
     )
