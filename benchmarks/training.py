@@ -12,9 +12,9 @@ import gc
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -210,23 +210,24 @@ def measure(
     arrays = iter(trainer.loader)
     seconds: list[float] = []
     waits: list[float] = []
-    batches = trainer.steps.load(1, arrays)
+    steps = trainer.steps
+    steps.start(1, arrays)
     reset_peak()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
-            began = perf_counter()
-            result = trainer.steps.take(step, batches, termination, arrays)
-            assert result is not None and result.next_batches is not None
-            seconds.append(perf_counter() - began)
-            batches = result.next_batches
-            waits.append(batches.wait_s)
+            metrics = steps.take(step, termination)
+            assert metrics is not None
+            seconds.append(metrics["seconds"])
+            waits.append(metrics["data_seconds"])
         # Drop the loaded step: the target's pass over its first micro-batch may have started.
-        batches = trainer.steps.load(step + 1, arrays)
-        parts = timed_parts(trainer, step + 1, batches, termination)
+        steps.start(step + 1, islice(arrays, steps.accumulation))
+        assert steps.batches is not None
+        micro_batches = steps.batches.micro_batches
+        parts = timed_parts(trainer, step + 1, termination)
         if options.profile:
-            say(profile(trainer, step + 2, trainer.steps.load(step + 2, arrays), termination))
-    micro_batch = median(seconds[WARM_UP:]) / trainer.steps.accumulation
-    micro_batches = batches.micro_batches
+            steps.start(step + 2, islice(arrays, steps.accumulation))
+            say(profile(trainer, step + 2, termination))
+    micro_batch = median(seconds[WARM_UP:]) / steps.accumulation
     flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
     rate = flops / micro_batch
     return Measured(

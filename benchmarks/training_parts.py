@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from longspec.ranks.agreement import Termination
-from longspec.train.micro_batches import StepBatches
 from longspec.train.trainer import Trainer
 
 PARTS = ("target", "draft", "loss", "backward", "optimizer")
@@ -46,12 +45,12 @@ class Clock:
         return {name: spent[name] / whole for name in PARTS}
 
 
-def timed_parts(trainer: Trainer, step: int, batches: StepBatches, termination: Termination) -> dict[str, float]:
+def timed_parts(trainer: Trainer, step: int, termination: Termination) -> dict[str, float]:
     """Shares of a step's time on the device, by PARTS."""
     clock = Clock()
     with marked(trainer.engine, clock):
         clock.mark("start")
-        trainer.steps.take(step, batches, termination)
+        trainer.steps.take(step, termination)
     return clock.shares()
 
 
@@ -83,13 +82,13 @@ def marked(engine: Any, clock: Clock) -> Iterator[None]:
             hook.remove()
 
 
-def profile(trainer: Trainer, step: int, batches: StepBatches, termination: Termination) -> str:
+def profile(trainer: Trainer, step: int, termination: Termination) -> str:
     """The kernels of a step that take most of the device's time: milliseconds, share, calls, name."""
     on_gpu = torch.cuda.is_available()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
     with torch.profiler.profile(activities=kinds) as profiler:
-        trainer.steps.take(step, batches, termination)
+        trainer.steps.take(step, termination)
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     kernels = [
         (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)

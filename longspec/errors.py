@@ -1,12 +1,14 @@
 """The exception for bad input, and how commands report it."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class UserError(ValueError):
@@ -29,6 +31,12 @@ def first_line(error: BaseException) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[1].strip()}"
     return lines[0] if lines else type(error).__name__
+
+
+@cache
+def warn_once(message: str, *values: object) -> None:
+    """Log a warning that this process has not logged before. Arguments as those of `logging.Logger.warning`."""
+    logger.warning(message, *values)
 
 
 def reports_user_errors(main: Callable[..., T]) -> Callable[..., T]:

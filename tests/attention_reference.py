@@ -143,7 +143,7 @@ def token_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
-    """Reference of `window_attention.window_attention`."""
+    """Reference of `tree_attention.window_attention`."""
     window = k.shape[2] - tree_mask.shape[2]
     buffer_mask = buffer_visible(lengths, level, window, q.shape[2])
     return attention_with_lse(q, k, v, torch.cat([buffer_mask, tree_mask], 2), scale)[0]
@@ -155,7 +155,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 
 def root_paths(tree_mask: Tensor) -> Tensor:
-    """Reference of `deterministic_attention.root_paths`, 0 after each path."""
+    """Reference of `deterministic.root_paths`, 0 after each path."""
     paths = torch.zeros(*tree_mask.shape[:2], tree_mask.shape[2] + 1, dtype=torch.int32, device=tree_mask.device)
     for row in range(len(paths)):
         for node, visible in enumerate(tree_mask[row]):
@@ -175,7 +175,7 @@ def path_attention(
     shared_memory: int,
     overlap: bool,
 ) -> Tensor:
-    """Reference of `deterministic_attention.path_attention`."""
+    """Reference of `deterministic.path_attention`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         for node in range(q.shape[2]):
@@ -187,7 +187,7 @@ def path_attention(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
-    """Reference of `deterministic_attention.causal_attention`."""
+    """Reference of `deterministic.causal_attention`."""
     nodes, slots = q.shape[2], k.shape[2]
     visible = torch.ones(len(q), nodes, slots, dtype=torch.bool, device=q.device).tril(slots - nodes)
     return attention_with_lse(q, k, v, visible, scale)[0]

@@ -17,9 +17,9 @@ def varlen_attention(
     return dense_attention(q, k, v, causal_mask(segments, window), scale)
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = BLOCK) -> Tensor:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
     """Reference of `PaddedAttention.block`: dense attention under a mask [N, N]."""
-    return dense_attention(q, k, v, block_mask(segments, block), scale)
+    return dense_attention(q, k, v, block_mask(segments), scale)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -38,10 +38,10 @@ def causal_mask(segments: Segments, window: int | None = None) -> Tensor:
     return visible if window is None else visible & (distance <= window)
 
 
-def block_mask(segments: Segments, block: int) -> Tensor:
-    """bool [N, N]: query i sees key j of its segment if j // block < i // block, in offsets."""
+def block_mask(segments: Segments) -> Tensor:
+    """bool [N, N]: query i sees key j of its segment if j // BLOCK < i // BLOCK, in offsets."""
     offsets, number = _offsets(segments)
-    earlier = offsets[None] // block < offsets[:, None] // block
+    earlier = offsets[None] // BLOCK < offsets[:, None] // BLOCK
     return (number[:, None] == number[None]) & earlier
 
 

@@ -31,7 +31,7 @@ def extract(
 ) -> None:
     """Extract the draft from a DeepSpeed checkpoint."""
     with extra("train"):
-        from longspec.train.extraction import extract_draft
+        from longspec.train.checkpoint import extract_draft
 
     print(f"{extract_draft(checkpoint, output, hf, int8)} weights of {checkpoint} written to {output}")
 

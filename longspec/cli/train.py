@@ -53,9 +53,10 @@ def train(
     """Train a draft: check a configuration, print DeepSpeed's launch line for it and run it."""
     if options.include is not None and options.num_gpus is not None:
         raise UserError("--include, --num_gpus: give one of them")
-    names = ("num_gpus", "include", "master_port")
-    launcher = [(name, value) for name in names if (value := getattr(options, name)) is not None]
-    parts = [part for name, value in launcher for part in (f"--{name}", str(value))]
+    parts = [] if options.num_gpus is None else gpu_options(options.num_gpus)
+    for name in ("include", "master_port"):
+        if (value := getattr(options, name)) is not None:
+            parts += [f"--{name}", str(value)]
     line = launch_line(config, overrides or [], parts, options.config_dir)
     with extra("train"):
         from longspec.train.config import load_config
@@ -67,6 +68,24 @@ def train(
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
         os.execv(line[0], line)
+
+
+def gpu_options(count: int) -> list[str]:
+    """Options of DeepSpeed's launcher for `count` ranks, on the devices of CUDA_VISIBLE_DEVICES if it is set.
+
+    Raises UserError if it names fewer.
+    """
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    on_gpus = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    # The launcher takes numbers only, not the names of devices.
+    if not on_gpus or not all(device.isdigit() for device in visible):
+        return ["--num_gpus", str(count)]
+    if count > len(visible):
+        raise UserError(f"--num_gpus: {count}, but CUDA_VISIBLE_DEVICES names {len(visible)}")
+    # With --num_gpus the launcher would ignore the variable.
+    return ["--include", f"localhost:{','.join(visible[:count])}"]
 
 
 def launch_line(config: str, overrides: list[str], options: list[str], config_dir: Path | None = None) -> list[str]:

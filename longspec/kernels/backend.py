@@ -7,10 +7,9 @@ CONTRIBUTING.md; n is the number of nodes of one level.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -23,13 +22,14 @@ OUTSIDE = -(2**31)
 """Label of a token that is not in the draft's vocabulary. Its cross-entropy is not part of the loss."""
 
 
-class Backend(ABC):
+class Backend(Protocol):
     """All operations but attention are functions of their arguments alone."""
 
     name: ClassVar[str]
     """"torch", "triton" or "native"."""
     capturable: ClassVar[bool]
     """Whether a CUDA graph may capture the operations."""
+    attention: DecodingAttention
 
     def __init__(self, attention: DecodingAttention) -> None:
         self.attention = attention
@@ -45,24 +45,20 @@ class Backend(ABC):
     # Layers
 
     @staticmethod
-    @abstractmethod
     def embed(table: Tensor, tokens: Tensor) -> Tensor:
         """The rows [B, N, hidden] of a contiguous table [V, hidden] for tokens [B, N]."""
 
     @staticmethod
-    @abstractmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out]."""
 
     @staticmethod
-    @abstractmethod
     def stream(hidden: Tensor, eps: float) -> ResidualStream:
         """The residual stream of a pass that starts with hidden [B, N, hidden]; eps: that of every RMSNorm."""
 
     # The vocabulary
 
     @staticmethod
-    @abstractmethod
     def softmax(logits: Tensor, temperature: Tensor | None, watch: Watch | None = None) -> Tensor:
         """softmax(logits / temperature) of logits [B, ..., V], in fp32 or wider; `watch` records faulty rows.
 
@@ -70,12 +66,10 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def log_sum_exp(logits: Tensor) -> Tensor:
         """log sum exp over the last dimension of logits [..., V], in fp32 or wider."""
 
     @staticmethod
-    @abstractmethod
     def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
         """Index of the largest of values [..., V], the first of equal ones: LongTensor [...].
 
@@ -83,7 +77,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
         """One draw from each distribution proportional to weights [..., V]: LongTensor [...].
 
@@ -92,7 +85,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def row_noise(
         seeds: Tensor,
         positions: Tensor,
@@ -111,7 +103,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def terms_and_gradient(
         logits: Tensor, teacher: Tensor | None, labels: Tensor, share: float, norm: Tensor, teacher_norm: Tensor | None
     ) -> Tensor:
@@ -130,7 +121,6 @@ class Backend(ABC):
     # Trees
 
     @staticmethod
-    @abstractmethod
     def grow_level(
         tree: Tree,
         above: slice,
@@ -158,7 +148,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def select_nodes(
         tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
     ) -> SelectedNodes:
@@ -171,7 +160,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Tensor, prior_weight: float) -> None:
         """Count the hits of the former lookup branches, and replace them by those below a new root, in place.
 
@@ -180,7 +168,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def follow_choices(tokens: Tensor, parents: Tensor, choice: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Descend from the root while some child's token is the target's choice at its parent.
 
@@ -190,7 +177,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def reject_children(
         tokens: Tensor,
         parents: Tensor,
@@ -214,7 +200,6 @@ class Backend(ABC):
         """
 
     @staticmethod
-    @abstractmethod
     def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:
         """Move slot lengths[b] + path[b, j] to slot lengths[b] + j for j < counts[b], in place.
 

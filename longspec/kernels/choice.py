@@ -1,23 +1,19 @@
 """The choice of a backend, once per runner, and of the kernels that read its prefix."""
 
 import importlib.util
-import logging
 from functools import cache
 
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
-from longspec.kernels.native.attention import NativeAttention
-from longspec.kernels.native.backend import NativeBackend
+from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
 from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
 from longspec.kernels.torch.attention import SdpaAttention
 from longspec.kernels.torch.backend import TorchBackend
-
-logger = logging.getLogger(__name__)
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
 """Modules that each attention imports. The package fa3-fwd provides FlashAttention-3."""
@@ -33,8 +29,7 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
     """
     name = attention_name(attention, device, dtype, head_dim)
     if name == DETERMINISTIC:
-        from longspec.kernels.triton.deterministic import DeterministicBackend
-        from longspec.kernels.triton.deterministic_attention import DeterministicAttention
+        from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 
         return DeterministicBackend(DeterministicAttention(describe_gpu(device)))
     kind: type[Backend] = NativeBackend if runs_native(device, dtype) else backend_of(device, dtype)
@@ -64,7 +59,7 @@ def attention_name(requested: str, device: torch.device, dtype: torch.dtype, hea
         raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(ATTENTIONS)}")
     plain = plain_gpu(device) if device.type == "cuda" else None
     if plain:
-        _log_plain_gpu(plain)
+        warn_once("decoding runs on PyTorch's own kernels, without CUDA graphs: %s", plain)
     if requested != "auto":
         reason = _unsupported(requested, device, dtype, head_dim) or _missing_module(requested)
         if reason:
@@ -73,10 +68,13 @@ def attention_name(requested: str, device: torch.device, dtype: torch.dtype, hea
 
     supported = [name for name in ATTENTIONS if _unsupported(name, device, dtype, head_dim) is None]
     name = next(name for name in supported if not _missing_module(name))
-    faster = supported[: supported.index(name)]
-    _log_missing(tuple(faster), name)
-    if dtype == torch.float16 and _unsupported("flash", device, torch.bfloat16, head_dim) is None:
-        _log_half_precision(name)
+    for faster in supported[: supported.index(name)]:
+        reason = _missing_module(faster)
+        warn_once("decoding attention runs on %s; %s would be faster, but %s", name, faster, reason)
+    if dtype == torch.float16 and not (
+        _unsupported("flash", device, torch.bfloat16, head_dim) or _missing_module("flash")
+    ):
+        warn_once("decoding attention runs on %s: FlashAttention-3 takes bfloat16, not float16", name)
     return name
 
 
@@ -118,23 +116,6 @@ def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
 def _missing_module(name: str) -> str | None:
     missing = [module for module in MODULES[name] if not _installed(module)]
     return f"{' and '.join(missing)} cannot be imported" if missing else None
-
-
-@cache
-def _log_missing(faster: tuple[str, ...], used: str) -> None:
-    for name in faster:
-        logger.warning("decoding attention runs on %s; %s would be faster, but %s", used, name, _missing_module(name))
-
-
-@cache
-def _log_half_precision(used: str) -> None:
-    if _missing_module("flash") is None:
-        logger.warning("decoding attention runs on %s: FlashAttention-3 takes bfloat16, not float16", used)
-
-
-@cache
-def _log_plain_gpu(reason: str) -> None:
-    logger.warning("decoding runs on PyTorch's own kernels, without CUDA graphs: %s", reason)
 
 
 @cache

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen import resolve_attention, training_attention
+from longspec.kernels.training.varlen_flash import resolve_attention, training_attention
 from longspec.kernels.training.varlen_padded import PaddedAttention, on_flat
 from longspec.models import generation
 from longspec.models.architectures import draft_class

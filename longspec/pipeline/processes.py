@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from longspec.cli.train import ROOT
+from longspec.cli.train import ROOT, gpu_options
 from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
@@ -75,7 +75,7 @@ LAST_LINES = 15
 
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The DeepSpeed command that trains `config` with these overrides on `ranks` ranks, on a free port."""
-    launcher = ["--num_gpus", str(ranks), "--master_port", str(free_port())]
+    launcher = [*gpu_options(ranks), "--master_port", str(free_port())]
     return trainer_line(config, hydra_overrides(overrides), launcher)
 
 

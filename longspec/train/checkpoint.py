@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from longspec.errors import UserError, first_line
 from longspec.models.draft import Options
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
-from longspec.models.draft_saving import save_draft_file
+from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.models.target_sample import TargetSample, read_sample
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
-from longspec.train.config import CONFIG_NAME, is_checkpoint, read_config_file, to_yaml
+from longspec.train.config import CONFIG_NAME, absolute_paths, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
-from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves
-from longspec.train.markers import Progress, Run, damage, describe, read_marker, write_marker
+from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, marker_of
+from longspec.train.markers import Progress, Run, damage, describe, write_marker
 from longspec.train.shards import MASTERS, Shards, adopt
 from longspec.untrusted import read_json
 
@@ -60,11 +60,12 @@ def save_checkpoint(
             complete_saves(output)
 
     def complete() -> None:
+        target = engine.module.draft_target
         with _write_errors(output, progress):
-            _write_draft(draft_folder, draft, config.model.draft_options, engine.module.draft_target, tokenizer)
-            _write_config(state_folder, config)
-            _write_target(state_folder, engine.module.draft_target)
-            _write_config(draft_folder, config)
+            _write_draft(draft_folder, draft, config.model.draft_options, target, tokenizer)
+            for folder in (state_folder, draft_folder):
+                _write_config(folder, config)
+            (state_folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
             # The marker of the draft folder comes last, because it makes the whole generation valid.
             write_marker(state_folder, progress, run, reports)
             write_marker(draft_folder, progress, run)
@@ -72,9 +73,8 @@ def save_checkpoint(
 
     # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
     from_rank_zero(clear_staging)
-    with _write_errors(output, progress):
-        with _recorded_paths(engine) as written:
-            engine.save_checkpoint(str(state_folder), tag=f"step{progress.step}", exclude_frozen_parameters=True)
+    with _write_errors(output, progress), _recorded_paths(engine) as written:
+        engine.save_checkpoint(str(state_folder), tag=f"step{progress.step}", exclude_frozen_parameters=True)
         report = describe(state_folder, written)
     reports = from_every_rank(report)
     # A collective under ZeRO-3, so it cannot be part of what rank 0 does alone.
@@ -145,30 +145,19 @@ def _best_problem(folder: Path, config: TrainConfig, run: Run | None) -> str | N
     """The reason why the draft in `folder` cannot be compared with those of `run`; None if it can."""
     if problem := damage(folder):
         return problem
-    saved = read_marker(folder)
-    if saved is None:
-        return f"{folder} is no longer readable"
-    if run is not None and saved.run.id != run.id:
+    saved_run = marker_of(folder).run
+    if run is not None and saved_run.id != run.id:
         return f"{folder} is of another run"
-    if not _same_held_out_rows(folder, saved.run, config, run):
-        return f"{folder} was the best on other held-out rows"
-    return None
-
-
-def _same_held_out_rows(folder: Path, saved_run: Run, config: TrainConfig, run: Run | None) -> bool:
-    """Whether the best draft was evaluated on the rows that `config` holds out.
-
-    Files are compared by content if both runs know their digests, otherwise by path.
-    """
     saved = read_config_file(folder / CONFIG_NAME).evaluation
     current = absolute_paths(config).evaluation
-    # Another number of rows gives another mean, even of the same files.
-    if saved.rows != current.rows:
-        return False
+    # Files are compared by content if both runs know their digests, otherwise by path.
     if saved_run.contents is None or run is None or run.contents is None:
-        return saved.files == current.files
-    saved_digests = [digest for _, digest in saved_run.contents.held_out]
-    return saved_digests == [digest for _, digest in run.contents.held_out]
+        same_files = saved.files == current.files
+    else:
+        both = (saved_run.contents.held_out, run.contents.held_out)
+        same_files = len({tuple(digest for _, digest in held_out) for held_out in both}) == 1
+    # Another number of rows gives another mean, even of the same files.
+    return None if same_files and saved.rows == current.rows else f"{folder} was the best on other held-out rows"
 
 
 def _write_draft(
@@ -181,10 +170,6 @@ def _write_draft(
 
 def _write_config(folder: Path, config: TrainConfig) -> None:
     (folder / CONFIG_NAME).write_text(to_yaml(absolute_paths(config)))
-
-
-def _write_target(folder: Path, target: TargetSample | None) -> None:
-    (folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
 
 
 def saved_target(folder: Path) -> TargetSample | None:
@@ -252,6 +237,25 @@ def saved_draft(folder: Path) -> dict[str, Tensor]:
     return {name: weight.to(dtype) for name, weight in shards.parameters(MASTERS)} | shards.vocabulary_maps
 
 
+def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool = False) -> int:
+    """Write the draft in a run's `last_ds` or `last_2ds` folder. Returns the number of its parameters.
+
+    output: a .pth file, a folder for DRAFT_WEIGHTS_NAME, or with `hf` a folder in Hugging Face form, with `int8`
+    in 8 bits. Raises UserError for a damaged checkpoint, and for `int8` without `hf`.
+    """
+    if int8 and not hf:
+        raise UserError("--int8: only with --hf")
+    draft = read_draft(checkpoint)
+    run, sample = read_config_file(checkpoint / CONFIG_NAME), saved_target(checkpoint)
+    if hf:
+        target = read_config(resolve_target(run.model_name_or_path))
+        save_draft_folder(draft, target, output, run.model.draft_options, target=sample, int8=int8)
+    else:
+        file = output if output.suffix == ".pth" else output / DRAFT_WEIGHTS_NAME
+        save_draft_file(draft, file, run.model.draft_options, sample)
+    return len(draft)
+
+
 def load_state(engine: Any, folder: Path, progress: Progress) -> None:
     """Load a saved state into an engine that has not stepped yet and was built with the state's `saved_draft`."""
     adopt(engine, Shards(folder))
@@ -285,22 +289,3 @@ def locate(config: TrainConfig) -> TrainConfig:
     read_config(resolved)
     saved = draft_of_pair(resolved)
     return replace(config, draft_model_name_or_path=None if saved is None else str(saved))
-
-
-def absolute_paths(config: TrainConfig) -> TrainConfig:
-    """`config` with absolute local paths, so that the saved configuration is valid in any working directory."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute()) if Path(path).exists() else path
-
-    draft = config.draft_model_name_or_path
-    held_out = config.evaluation.files
-    if held_out is not None:
-        held_out = [absolute(file) for file in held_out]
-    return replace(
-        config,
-        data=replace(config.data, files=[absolute(file) for file in config.data.files]),
-        evaluation=replace(config.evaluation, files=held_out),
-        model_name_or_path=absolute(config.model_name_or_path),
-        draft_model_name_or_path=None if draft is None else absolute(draft),
-    )

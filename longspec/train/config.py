@@ -3,19 +3,20 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from longspec.errors import UserError
+from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import DTYPES, check, check_choice
@@ -23,8 +24,6 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.recipe import auto_keys, with_auto_values, without
 from longspec.untrusted import read_yaml
 
-CONFIG_NAME = "training_config.yaml"
-"""File of the configuration in a checkpoint folder."""
 FREE_SECTIONS = ("data.templates.", "model.architecture_options")
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that is not in the schema."""
@@ -161,6 +160,22 @@ def _as_list(files: Any) -> Any:
     return [files] if isinstance(files, str) else files
 
 
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """`config` with absolute local paths, so that the saved configuration is valid in any working directory."""
+
+    def absolute(path: Any) -> Any:
+        return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
+
+    held_out = config.evaluation.files
+    return replace(
+        config,
+        data=replace(config.data, files=list(map(absolute, config.data.files))),
+        evaluation=replace(config.evaluation, files=held_out and list(map(absolute, held_out))),
+        model_name_or_path=absolute(config.model_name_or_path),
+        draft_model_name_or_path=absolute(config.draft_model_name_or_path),
+    )
+
+
 def to_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML, in the schema's order."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
@@ -196,6 +211,4 @@ def _parsed(override: str) -> Override | None:
 
 
 def _quoted(text: str) -> str:
-    # Hydra reads a backslash as itself, unless a quote or the end follows.
-    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text)
-    return f"'{escaped}'"
+    return QuotedString(text, Quote.single).with_quotes()

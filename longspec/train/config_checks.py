@@ -17,7 +17,7 @@ from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
 from longspec.data.tokenization import OVERFLOWS
 from longspec.errors import UserError, os_errors
-from longspec.kernels.training.varlen import resolve_attention
+from longspec.kernels.training.varlen_flash import resolve_attention
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
 from longspec.train.losses import loss_names, own_loss

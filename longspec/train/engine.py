@@ -24,7 +24,7 @@ from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import sampled_weight, take_sample, warn_if_other_target
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import ReplicatedDraft, keep_drafts_equal
-from longspec.train.vocabulary import check_list_split
+from longspec.train.inputs import check_list_split
 
 MUON_MOMENTUM = 0.95
 

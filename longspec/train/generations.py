@@ -44,7 +44,7 @@ def complete_saves(output: Path) -> None:
     """
     staged_draft = output / DRAFTS[0]
     if is_whole(staged_draft):
-        new = _marker_of(staged_draft)
+        new = marker_of(staged_draft)
         # The state comes first: the staged draft marks the save as complete until its own rename.
         for names in (STATES, DRAFTS):
             _rotate(output, names, new)
@@ -54,8 +54,8 @@ def complete_saves(output: Path) -> None:
     staged_best = output / BEST[0]
     if is_whole(staged_best):
         best = output / BEST[1]
-        new = _marker_of(staged_best)
-        if is_whole(best) and _marker_of(best).run.id != new.run.id and not new.run.overwrites:
+        new = marker_of(staged_best)
+        if is_whole(best) and marker_of(best).run.id != new.run.id and not new.run.overwrites:
             _keep(best)
         _remove(best)
         staged_best.rename(best)
@@ -96,13 +96,13 @@ def _is_superseded(folder: Path, new: Marker) -> bool:
     """
     if not is_whole(folder):
         return False
-    old = _marker_of(folder)
+    old = marker_of(folder)
     # Its later steps were trained from a state that could not be loaded again.
     went_back = old.run.launch != new.run.launch and old.progress.step > new.run.start
     return old.run.id != new.run.id or went_back
 
 
-def _marker_of(folder: Path) -> Marker:
+def marker_of(folder: Path) -> Marker:
     """The marker of a folder; that of an unknown run if it is invalid."""
     return read_marker(folder) or Marker(Progress(0, 0), Run(id="unknown"))
 
@@ -195,9 +195,7 @@ def _first_undamaged(folders: list[Path]) -> tuple[tuple[Path, Progress] | None,
     """The first undamaged folder with its progress, and the problems of those before it."""
     problems: list[str] = []
     for folder in folders:
-        problem = damage(folder)
-        saved = None if problem else read_marker(folder)
-        if saved is not None:
-            return (folder, saved.progress), problems
-        problems.append(problem or f"{folder} is no longer readable")
+        if (problem := damage(folder)) is None:
+            return (folder, marker_of(folder).progress), problems
+        problems.append(problem)
     return None, problems

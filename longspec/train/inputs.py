@@ -1,4 +1,4 @@
-"""Everything that a run reads before it loads the target, checked for consistency."""
+"""What a run reads before it loads the target, checked for consistency, and the vocabulary list of a fresh draft."""
 
 import logging
 import re
@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import hydra
+import numpy as np
+import torch
 from hydra.errors import InstantiationException
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -20,9 +22,10 @@ from longspec.data.target_format import answer_end, published_target, resolve_ch
 from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_settings
+from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.families import pair_class
 from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
-from longspec.models.target_split import check_shared
+from longspec.models.target_split import check_shared, vocabulary_rows
 from longspec.models.weight_checks import check_weights
 from longspec.train.config_schema import TrainConfig
 
@@ -179,3 +182,43 @@ def _pad_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any) ->
 def _check_token(key: str, token: int, vocab_size: int) -> None:
     if not 0 <= token < vocab_size:
         raise UserError(f"config key {key}: {token} is not a token id of the target; use one of 0 … {vocab_size - 1}")
+
+
+def fresh_vocabulary(config: TrainConfig, inputs: Inputs) -> Tensor | None:
+    """The `model.draft_vocabulary` most frequent tokens of the training data, LongTensor [Vd], ascending.
+
+    EOS and the tokenizer's added and special tokens are preferred, if they occur. None without the key. config: that of
+    this machine, which names the target's folder.
+    """
+    size = config.model.draft_vocabulary
+    if size is None:
+        return None
+    tokenizer = inputs.tokenizer
+    always = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    if config.eos_token_id is not None:
+        always.add(config.eos_token_id)
+    counts = token_counts(inputs.rows, read_config(config.model_name_or_path).vocab_size)
+    tokens = most_frequent(counts, size, always)
+    covered = 100 * counts[tokens].sum() / counts.sum()
+    logger.info("draft vocabulary: %d tokens, %.2f%% of those in the training data", size, covered)
+    return tokens
+
+
+def token_counts(rows: RowDataset, vocab_size: int) -> Tensor:
+    """How often each token occurs in the samples of `rows`, LongTensor [V]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    # Chunk by chunk, because the samples stay in a memory-mapped table.
+    for samples in rows.samples.data.column("input_ids").chunks:
+        counts += np.bincount(samples.flatten().to_numpy(), minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def check_list_split(tokens: Tensor, vocab_size: int, tp_size: int) -> None:
+    """Raise UserError unless each rank that shares a target has rows of the list `tokens`, LongTensor [Vd]."""
+    for rank in range(tp_size):
+        rows = vocabulary_rows(vocab_size, rank, tp_size)
+        if not ((tokens >= rows.start) & (tokens < rows.stop)).any():
+            raise UserError(
+                f"config key tp_size: {tp_size}; the draft's vocabulary of {len(tokens)} tokens has none of rank "
+                f"{rank}'s, {rows.start} … {rows.stop - 1}; use a smaller tp_size or a larger vocabulary"
+            )

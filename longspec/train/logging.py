@@ -7,6 +7,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -149,10 +150,11 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     lines: list[bytes] = []
     last_metrics: dict[str, Any] = {}
     for line in text.splitlines(keepends=True):
-        metrics = _metrics_up_to(line, last_step)
-        if metrics is not None:
-            lines.append(line)
-            last_metrics = metrics
+        with suppress(ValueError, LookupError, TypeError):
+            metrics = json.loads(line)
+            if line.endswith(b"\n") and metrics["step"] <= last_step:
+                lines.append(line)
+                last_metrics = metrics
     if sum(map(len, lines)) < len(text):
         with replacing(path) as unfinished:
             unfinished.write_bytes(b"".join(lines))
@@ -165,17 +167,6 @@ def _set_aside(path: Path) -> None:
     while (kept := path.with_name(f"{path.stem}-earlier-{number}{path.suffix}")).exists():
         number += 1
     path.rename(kept)
-
-
-def _metrics_up_to(line: bytes, last_step: int) -> dict[str, Any] | None:
-    """The metrics in a line; None if it is incomplete or its step is after `last_step`."""
-    try:
-        metrics = json.loads(line)
-        if line.endswith(b"\n") and metrics["step"] <= last_step:
-            return metrics
-    except (ValueError, LookupError, TypeError):
-        pass
-    return None
 
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,10 @@ class StepBatches:
 
 
 def take_micro_batches(arrays: Arrays, count: int) -> tuple[list[Batch], float]:
-    """The next `count` micro-batches of the loader, and the seconds spent waiting for them."""
+    """The next `count` micro-batches of the loader, none at its end, and the seconds spent waiting for them."""
     start = time.perf_counter()
     # Waits if the loader's workers are slower than training.
-    taken = [next(arrays) for _ in range(count)]
+    taken = list(islice(arrays, count))
     wait_s = time.perf_counter() - start
     # Shares memory with the arrays; nothing is copied.
     batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in taken]

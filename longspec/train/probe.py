@@ -21,12 +21,11 @@ from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import MUON_MOMENTUM, build_pair, cosine_with_warmup, muon_scale
 from longspec.train.evaluation import Evaluation, held_out_row_count
-from longspec.train.inputs import Inputs
+from longspec.train.inputs import Inputs, fresh_vocabulary
 from longspec.train.loss import DraftLoss
 from longspec.train.micro_batches import batch_positions, draw_lags, engine_inputs
 from longspec.train.positions import micro_step_generator
 from longspec.train.sampler import ResumableSampler, loader
-from longspec.train.vocabulary import fresh_vocabulary
 
 SHARED_KEYS = ("data", "evaluation", "variant", "seed", "max_steps", "per_device_train_batch_size")
 """Parts of the configuration that are the same for all candidates, because they determine the batches."""

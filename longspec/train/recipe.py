@@ -7,7 +7,7 @@ vocabulary of 49,152 tokens they are its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ UNITS_PER_BYTE = 2**25 / (80 * 2**30)
 """Tokens of a micro-batch times hidden units, per byte of the GPU's memory."""
 CPU_BYTES = 8 * 2**30
 """Memory that the micro-batches of a CPU may assume."""
+AUTO_KEYS = (
+    *("model._target_", "model.torch_dtype", "model.kv_layers", "model.draft_vocabulary", "optimizer"),
+    *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps"),
+)
+"""Keys that may be `auto`. Later values depend on earlier ones."""
 MUON_FROM = "0.19.8"
 """Oldest supported DeepSpeed version for Muon. Earlier ones have no Muon for bf16."""
 
@@ -63,8 +68,8 @@ def muon_fits(zero: Mapping[str, Any], torch_dtype: str, tp_size: int) -> bool:
 
 
 def auto_keys(run: DictConfig) -> list[str]:
-    """The keys of `run` whose value is `auto`, in the order of RECIPE."""
-    return [key for key in RECIPE if OmegaConf.select(run, key) == AUTO]
+    """The keys of `run` whose value is `auto`, in the order of AUTO_KEYS."""
+    return [key for key in AUTO_KEYS if OmegaConf.select(run, key) == AUTO]
 
 
 def without(run: DictConfig, keys: Sequence[str]) -> DictConfig:
@@ -91,51 +96,41 @@ def with_auto_values(run: DictConfig, keys: Sequence[str]) -> DictConfig:
     has_draft = run.draft_model_name_or_path is not None or is_checkpoint
     fresh = not has_draft and draft_of_pair(folder) is None
     for key in keys:
-        OmegaConf.update(run, key, RECIPE[key](run, target, fresh), merge=False)
+        OmegaConf.update(run, key, auto_value(key, run, target, fresh), merge=False)
     return run
 
 
-def _pair_class(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
-    return f"longspec.{family_class(target, str(run.model_name_or_path)).__name__}.from_pretrained"
-
-
-def _dtype(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
-    """Arithmetic in bf16 is slow on most CPUs."""
-    return "bfloat16" if torch.cuda.is_available() else "float32"
-
-
-def _layers(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> list[int]:
-    """Layer 18 of 30, in proportion."""
-    layer = 3 * target.num_hidden_layers // 5
-    reads_layer = fresh and run.model.architecture == GLIDE and layer < target.num_hidden_layers - 1
-    return [layer] if reads_layer else []
-
-
-def _list_size(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int | None:
-    """A third of the vocabulary, rounded down to a power of two."""
-    if not fresh or target.vocab_size <= LONGEST_LIST:
-        return None
-    return min(LONGEST_LIST, _power_of_two(target.vocab_size // 3))
-
-
-def _optimizer(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> str:
-    fits = muon_fits(run.deepspeed.zero_optimization, run.model.torch_dtype, run.tp_size)
-    return "muon" if fits and Version(deepspeed.__version__) >= Version(MUON_FROM) else "adamw"
-
-
-def _learning_rate(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> float:
-    return float(f"{RATES.get(run.optimizer, RATES['adamw']) * math.sqrt(576 / target.hidden_size):.2g}")
-
-
-def _micro_batch(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int:
-    """As many rows as the device's memory allows, a power of two."""
-    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
-    tokens = UNITS_PER_BYTE * memory / target.hidden_size
-    return _power_of_two(min(int(tokens / max(1, run.data.max_length)), _rows_per_rank(run)))
-
-
-def _accumulation(run: DictConfig, target: PreTrainedConfig, fresh: bool) -> int:
-    return math.ceil(_rows_per_rank(run) / max(1, run.per_device_train_batch_size))
+def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool) -> Any:
+    """The value of a key that is `auto`. fresh: whether the run starts without a draft."""
+    width = target.hidden_size
+    match key:
+        case "model._target_":
+            return f"longspec.{family_class(target, str(run.model_name_or_path)).__name__}.from_pretrained"
+        case "model.torch_dtype":
+            # Arithmetic in bf16 is slow on most CPUs.
+            return "bfloat16" if torch.cuda.is_available() else "float32"
+        case "model.kv_layers":
+            # Layer 18 of 30, in proportion.
+            layer = 3 * target.num_hidden_layers // 5
+            reads_layer = fresh and run.model.architecture == GLIDE and layer < target.num_hidden_layers - 1
+            return [layer] if reads_layer else []
+        case "model.draft_vocabulary":
+            if not fresh or target.vocab_size <= LONGEST_LIST:
+                return None
+            return min(LONGEST_LIST, _power_of_two(target.vocab_size // 3))
+        case "optimizer":
+            fits = muon_fits(run.deepspeed.zero_optimization, run.model.torch_dtype, run.tp_size)
+            return "muon" if fits and Version(deepspeed.__version__) >= Version(MUON_FROM) else "adamw"
+        case "learning_rate":
+            return float(f"{RATES.get(run.optimizer, RATES['adamw']) * math.sqrt(576 / width):.2g}")
+        case "per_device_train_batch_size":
+            # As many rows as the device's memory allows.
+            memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
+            tokens = int(UNITS_PER_BYTE * memory / width)
+            return _power_of_two(min(tokens // max(1, run.data.max_length), _rows_per_rank(run)))
+        case "gradient_accumulation_steps":
+            return math.ceil(_rows_per_rank(run) / max(1, run.per_device_train_batch_size))
+    raise KeyError(key)
 
 
 def _rows_per_rank(run: DictConfig) -> int:
@@ -147,17 +142,3 @@ def _rows_per_rank(run: DictConfig) -> int:
 def _power_of_two(limit: int) -> int:
     """The largest power of two up to `limit`, at least 1."""
     return 1 << max(0, limit.bit_length() - 1)
-
-
-RECIPE: dict[str, Callable[[DictConfig, PreTrainedConfig, bool], Any]] = {
-    "model._target_": _pair_class,
-    "model.torch_dtype": _dtype,
-    "model.kv_layers": _layers,
-    "model.draft_vocabulary": _list_size,
-    "optimizer": _optimizer,
-    "learning_rate": _learning_rate,
-    "per_device_train_batch_size": _micro_batch,
-    "gradient_accumulation_steps": _accumulation,
-}
-"""Function of (configuration, target, whether the draft is fresh) for each key that may be `auto`. Later values depend
-on earlier ones."""

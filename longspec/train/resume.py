@@ -3,18 +3,16 @@
 import logging
 import math
 import secrets
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from longspec.errors import UserError
-from longspec.models.draft import Options
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
-from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED, DraftOptions
-from longspec.train.checkpoint import absolute_paths
-from longspec.train.config import CONFIG_NAME, read_config_file
+from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED
+from longspec.train.config import CONFIG_NAME, absolute_paths, read_config_file
 from longspec.train.config_schema import ModelConfig, TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
@@ -129,49 +127,38 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     else:
         return config
 
-    if saved.architecture != GLIDE or config.model.architecture != GLIDE:
-        return _with_own_options(config, saved, saved_size, source, may_change=("window",) if state is None else ())
-    configured = config.model.draft_options
-    for name in FIXED:
-        value, saved_value = getattr(configured, name), getattr(saved, name)
-        if value not in (getattr(PUBLISHED, name), saved_value):
-            raise UserError(f"config key model.{name}: {value}, but the draft at {source} has {saved_value}; omit it")
-    _check_list_size(config, saved_size, source)
-    assert isinstance(saved, DraftOptions)
-    options = {name: getattr(saved, name) for name in FIXED} | {"kv_layers": list(saved.kv_layers)}
-    model = replace(config.model, **options, draft_vocabulary=saved_size)
-    return replace(config, model=model)
+    model, own = config.model, asdict(saved)
+    taken: dict[str, Any]
+    if model.architecture not in (GLIDE, saved.architecture):
+        raise UserError(
+            f"config key model.architecture: {model.architecture}, but the draft at {source} is a {saved.architecture} "
+            "draft; omit it"
+        )
+    if saved.architecture == GLIDE:
+        configured = asdict(model.draft_options)
+        section, taken = "model", {name: _as_yaml(own[name]) for name in FIXED}
+        stated = {name: configured[name] for name in FIXED if configured[name] != getattr(PUBLISHED, name)}
+    else:
+        section, stated = "model.architecture_options", model.architecture_options
+        options = {name: _as_yaml(value) for name, value in (own | stated).items()}
+        plain = {key: getattr(ModelConfig(), key) for key in OPTION_KEYS}
+        taken = plain | {"architecture": saved.architecture, "architecture_options": options}
+    for name, value in stated.items():
+        is_fixed = saved.architecture == GLIDE or name != "window" or state is not None
+        if is_fixed and _as_yaml(value) != _as_yaml(own.get(name)):
+            raise UserError(
+                f"config key {section}.{name}: {value}, but the draft at {source} has {own.get(name)}; omit it"
+            )
+    if model.draft_vocabulary not in (None, saved_size):
+        size = "the whole vocabulary" if saved_size is None else f"a list of {saved_size} tokens"
+        key = f"config key model.draft_vocabulary: {model.draft_vocabulary}"
+        raise UserError(f"{key}, but the draft at {source} has {size}; omit it")
+    return replace(config, model=replace(model, **taken, draft_vocabulary=saved_size))
 
 
-def _with_own_options(
-    config: TrainConfig, saved: Options, saved_size: int | None, source: str, may_change: Sequence[str]
-) -> TrainConfig:
-    """`with_draft_options` where the saved or the configured draft is of another architecture than GLIDE.
-
-    may_change: options of which other values than the saved ones are taken.
-    """
-    name, stated = saved.architecture, config.model.architecture_options
-    if config.model.architecture not in (GLIDE, name):
-        given = config.model.architecture
-        raise UserError(f"config key model.architecture: {given}, but the draft at {source} is a {name} draft; omit it")
-    own = asdict(saved)
-    for option, value in stated.items():
-        asked = tuple(value) if isinstance(value, list) else value
-        if option not in may_change and asked != own.get(option):
-            key = f"config key model.architecture_options.{option}"
-            raise UserError(f"{key}: {value}, but the draft at {source} has {own.get(option)}; omit it")
-    _check_list_size(config, saved_size, source)
-    plain = {key: getattr(ModelConfig(), key) for key in OPTION_KEYS}
-    options = {option: list(value) if isinstance(value, tuple) else value for option, value in (own | stated).items()}
-    model = replace(config.model, **plain, architecture=name, architecture_options=options, draft_vocabulary=saved_size)
-    return replace(config, model=model)
-
-
-def _check_list_size(config: TrainConfig, saved_size: int | None, source: str) -> None:
-    size = config.model.draft_vocabulary
-    if size not in (None, saved_size):
-        own = "the whole vocabulary" if saved_size is None else f"a list of {saved_size} tokens"
-        raise UserError(f"config key model.draft_vocabulary: {size}, but the draft at {source} has {own}; omit it")
+def _as_yaml(value: Any) -> Any:
+    """An option as a configuration has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_same_run(
@@ -185,7 +172,8 @@ def check_same_run(
     """Raise UserError with all differences if `config` is not a continuation of the run saved in `folder`.
 
     RESUMED_KEYS and the contents of data and target must be equal. The number of ranks, the micro-batch size and the
-    ZeRO stage may change if the number of rows per step stays the same. The length of the run may change.
+    ZeRO stage may change if the number of rows per step stays the same, and so may the length of the run. Logs warnings
+    about changes that affect the steps to come.
 
     saved_contents: digests from the checkpoint, None in older checkpoints. contents: digests of the current files.
     """
@@ -211,22 +199,11 @@ def check_same_run(
     if problems:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
 
-    _warn_about_changes(saved, current, saved_split, split, progress.step + 1)
-
-
-def _warn_about_changes(
-    saved: TrainConfig,
-    current: TrainConfig,
-    saved_split: tuple[int, int, int],
-    split: tuple[int, int, int],
-    next_step: int,
-) -> None:
-    """Log warnings about allowed changes that affect the steps to come."""
     if longer := _differences(saved, current, LENGTH_KEYS):
         logger.warning(
             "resume: %s; from step %d on the learning rate follows the schedule of the new length",
             "; ".join(longer),
-            next_step,
+            progress.step + 1,
         )
     if saved_split != split:
         # Lags and offsets are drawn per micro-step and rank (see `micro_step_generator`).

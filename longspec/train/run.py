@@ -25,12 +25,11 @@ from longspec.train.distributed import rank_zero_first, share_targets, start_ran
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import held_out_row_count
 from longspec.train.generations import DRAFTS
-from longspec.train.inputs import read_inputs
+from longspec.train.inputs import fresh_vocabulary, read_inputs
 from longspec.train.logging import setup_logging
 from longspec.train.recipe import FEW_STEPS
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
 from longspec.train.trainer import Trainer
-from longspec.train.vocabulary import fresh_vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,15 +39,6 @@ SLOW_STEP_S = 20
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of one optimizer step."""
-
-    metrics: dict[str, float]
-    next_batches: StepBatches | None
-    """Data of the next step, loaded during this one; None after the last step."""
-
-
 class OptimizerSteps:
     """Takes the optimizer steps of a run on this rank. All ranks take each step together."""
 
@@ -70,24 +60,35 @@ class OptimizerSteps:
         self.accumulation = config.gradient_accumulation_steps
         self.first_step = sampler.start // self.accumulation + 1
         self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
+        self.arrays: Arrays = iter(())
+        self.batches: StepBatches | None = None
+        """Data of the next step; None after the last one."""
 
-    def load(self, step: int, arrays: Arrays) -> StepBatches:
-        """Load the micro-batches of `step` and prepare the inputs of the first one."""
-        micro_batches, wait_s = take_micro_batches(arrays, self.accumulation)
-        first_inputs = self.micro_batch_inputs((step - 1) * self.accumulation, micro_batches[0])
-        return StepBatches(micro_batches, first_inputs, wait_s)
+    def start(self, step: int, arrays: Arrays) -> None:
+        """Load the data of `step`. The steps take theirs from `arrays` until it ends."""
+        self.arrays = arrays
+        self.load(step)
 
-    def take(
-        self, step: int, batches: StepBatches, termination: Termination, arrays: Arrays | None = None
-    ) -> StepResult | None:
-        """Take one optimizer step. Returns None if a request to stop came before its end.
+    def load(self, step: int) -> None:
+        """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
+        micro_batches, wait_s = take_micro_batches(self.arrays, self.accumulation)
+        self.batches = None
+        if micro_batches:
+            first_inputs = self.micro_batch_inputs((step - 1) * self.accumulation, micro_batches[0])
+            self.batches = StepBatches(micro_batches, first_inputs, wait_s)
 
-        arrays: the loader's iterator, from which the data of the next step is taken; None if there is no next step.
+    def take(self, step: int, termination: Termination) -> dict[str, float] | None:
+        """Take the optimizer step whose data is loaded, and load the next one's. Returns the metrics, or None if a
+        request to stop came before the end of the step.
 
         The gradient is that of the mean loss over the tokens of all ranks and micro-batches, however unevenly they are
         distributed. Raises UserError if the loss or the gradient is NaN or infinite.
         """
-        tokens = self.count_tokens(batches.micro_batches)
+        start, batches = time.perf_counter(), self.batches
+        assert batches is not None
+        # Tokens in the loss over all ranks, at least 1.
+        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches.micro_batches)
+        tokens = max(1, int(summed(torch.tensor(count, device=self.engine.device))))
         # DeepSpeed divides the gradient by the accumulation steps and averages it over ranks. This undoes both.
         # With W ranks, A micro-batches and n tokens in all: W · A / n times the sum of the loss.
         loss_scale = self.sampler.world_size * self.accumulation / tokens
@@ -95,30 +96,35 @@ class OptimizerSteps:
         learning_rate = self.config.learning_rate * self.learning_rate_factor(step - 1)
         set_learning_rate(self.engine, learning_rate)
 
-        outcome = self.run_micro_batches(step, batches, loss_scale, termination, arrays)
-        if outcome is None:
+        terms = self.run_micro_batches(step, batches, loss_scale, termination)
+        if terms is None:
             return None
-        terms, next_batches = outcome
 
         # Metrics are means over tokens of all ranks, not means of per-rank means.
         means = summed_by_name(terms, divisor=tokens)
-        grad_norm = self.gradient_norm()
-        self.check_finite(step, terms, means["loss"], grad_norm)
+        # The norm before clipping; DeepSpeed has none in some steps.
+        norm = self.engine.get_global_grad_norm()
+        grad_norm = math.nan if norm is None else float(norm)
+        if not (math.isfinite(means["loss"]) and math.isfinite(grad_norm)):
+            # The means say that the step is broken, the terms of each micro-batch in which one.
+            losses = [micro_batch_terms["loss"] for micro_batch_terms in terms]
+            stop_at_broken_loss(step, means["loss"], grad_norm, losses, self.sample_ids(step))
         # A fraction, because epochs end within a step.
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
-        return StepResult(metrics, next_batches)
+        # Waiting shows that the loader is slower than training.
+        waited = self.batches.wait_s if self.batches else 0.0
+        return {**metrics, "seconds": time.perf_counter() - start, "data_seconds": waited}
 
     def run_micro_batches(
-        self, step: int, batches: StepBatches, loss_scale: float, termination: Termination, arrays: Arrays | None
-    ) -> tuple[list[dict[str, Tensor]], StepBatches | None] | None:
+        self, step: int, batches: StepBatches, loss_scale: float, termination: Termination
+    ) -> list[dict[str, Tensor]] | None:
         """Forward and backward of each micro-batch; the engine updates the draft after the last one.
 
-        Returns the terms of each micro-batch's loss and the data of the next step; None after a request to stop.
+        Returns the terms of each micro-batch's loss; None after a request to stop.
         """
         terms: list[dict[str, Tensor]] = []
         inputs: EngineInputs | None = batches.first_inputs
-        next_batches: StepBatches | None = None
         start = time.perf_counter()
         for index in range(len(batches.micro_batches)):
             # An unfinished step is dropped, and the resumed run repeats it. Before the first micro-batch nothing is
@@ -130,33 +136,23 @@ class OptimizerSteps:
             loss, micro_batch_terms = self.forward(micro_step, inputs)
             self.engine.backward(loss * loss_scale)
             terms.append(micro_batch_terms)
-            if step == self.first_step and index == 0:
-                self.log_slow_steps(time.perf_counter() - start)
+            step_s = (time.perf_counter() - start) * self.accumulation
+            if step == self.first_step and index == 0 and step_s > SLOW_STEP_S:
+                logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
 
             # The device is still busy, so preparing the next micro-batch here costs no time. Its target pass does not
             # depend on the draft's weights and can run in parallel to the optimizer step.
-            inputs = None
             if index + 1 < len(batches.micro_batches):
                 inputs = self.micro_batch_inputs(micro_step + 1, batches.micro_batches[index + 1])
-            elif arrays is not None:
-                next_batches = self.load(step + 1, arrays)
-                inputs = next_batches.first_inputs
+            else:
+                self.load(step + 1)
+                inputs = self.batches.first_inputs if self.batches else None
             if inputs is not None:
                 self.start_target_pass(inputs)
 
             # DeepSpeed counts the calls: only the last one of a step changes the weights.
             self.engine.step()
-        return terms, next_batches
-
-    def log_slow_steps(self, micro_batch_s: float) -> None:
-        """Log how long the first step takes, where it would otherwise be a long silence."""
-        if (step_s := micro_batch_s * self.accumulation) > SLOW_STEP_S:
-            logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
-
-    def count_tokens(self, micro_batches: list[Batch]) -> int:
-        """The number of tokens in the loss of a step, over all ranks, at least 1."""
-        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in micro_batches)
-        return max(1, int(summed(torch.tensor(count, device=self.engine.device))))
+        return terms
 
     def micro_batch_inputs(self, micro_step: int, batch: Batch) -> EngineInputs:
         """The engine's inputs for a micro-batch, with positions and lags drawn for `micro_step` and this rank."""
@@ -189,25 +185,8 @@ class OptimizerSteps:
         whole = self.engine.module.needs_whole_pass(self.objective)
         target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments, whole)
 
-    def gradient_norm(self) -> float:
-        """The gradient norm of the last step before clipping; NaN if DeepSpeed has none."""
-        norm = self.engine.get_global_grad_norm()
-        return math.nan if norm is None else float(norm)
-
-    def check_finite(self, step: int, terms: list[dict[str, Tensor]], loss: float, grad_norm: float) -> None:
-        """Raise UserError on all ranks, with the ids of the samples, if the loss or the gradient is not finite."""
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            return
-
-        # The means say that the step is broken, the terms of each micro-batch in which one.
-        losses = [micro_batch_terms["loss"] for micro_batch_terms in terms]
-        stop_at_broken_loss(step, loss, grad_norm, losses, self.sample_ids(step))
-
     def sample_ids(self, step: int) -> list[list[str]]:
         """The ids of this rank's samples in `step`, one list per micro-batch."""
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        ids = []
-        for micro_step in micro_steps:
-            rows = self.sampler.batch(micro_step)
-            ids.append([sample for row in rows for sample in self.inputs.rows.ids(row)])
-        return ids
+        ids = self.inputs.rows.ids
+        return [[sample for row in rows for sample in ids(row)] for rows in map(self.sampler.batch, micro_steps)]

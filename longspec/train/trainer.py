@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,20 +92,13 @@ class Trainer:
 
         self.repeat_evaluation(log, termination)
         step = self.start_step
-        batches = self.steps.load(step + 1, arrays) if step < self.total_steps else None
-        while batches is not None:
-            start = time.perf_counter()
-            is_last = step + 1 == self.total_steps
-            result = self.steps.take(step + 1, batches, termination, None if is_last else arrays)
-            if result is None:
+        self.steps.start(step + 1, arrays)
+        while self.steps.batches is not None:
+            metrics = self.steps.take(step + 1, termination)
+            if metrics is None:
                 break
             step += 1
-            batches = result.next_batches
-            metrics = {"step": step, **result.metrics, "seconds": time.perf_counter() - start}
-            # Waiting shows that the loader is slower than training.
-            metrics["data_seconds"] = batches.wait_s if batches else 0.0
-            metrics |= self.evaluate(step, termination)
-            log.step(metrics)
+            log.step({"step": step, **metrics, **self.evaluate(step, termination)})
             if step % self.config.save_steps == 0 or step == self.total_steps:
                 self.save(step)
 
@@ -166,10 +158,7 @@ class Trainer:
             acceptance_length = metrics["eval_acceptance_length"]
             if acceptance_length > self.best_acceptance_length:
                 self.best_acceptance_length = acceptance_length
-                self._save_best(step, metrics)
+                self.before_save()
+                progress = Progress(step, self.world_size)
+                save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, metrics, self.run_identity)
         return metrics
-
-    def _save_best(self, step: int, metrics: dict[str, float]) -> None:
-        self.before_save()
-        progress = Progress(step, self.world_size)
-        save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, metrics, self.run_identity)

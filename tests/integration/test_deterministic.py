@@ -25,8 +25,7 @@ from longspec.inference.sampling import GREEDY
 from longspec.kernels import DETERMINISTIC
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.torch.backend import TorchBackend
-from longspec.kernels.triton.deterministic import DeterministicBackend
-from longspec.kernels.triton.deterministic_attention import DeterministicAttention
+from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 from longspec.models.glide import GlideMixin
 
 MODES: dict[str, dict[str, Any]] = {

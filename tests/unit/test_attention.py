@@ -10,7 +10,7 @@ from kernel_devices import DEVICES, INTERPRETED
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
-from longspec.kernels.native.attention import NativeAttention
+from longspec.kernels.native.backend import NativeAttention
 from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.torch.attention import SdpaAttention, masked_sdpa

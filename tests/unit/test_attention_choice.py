@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.kernels import choice
 from longspec.kernels.choice import attention_name, backend_of, choose_backend
-from longspec.kernels.training import varlen, varlen_flash
-from longspec.kernels.training.varlen import resolve_attention
+from longspec.kernels.training import varlen_flash
+from longspec.kernels.training.varlen_flash import resolve_attention
 
 
 def test_unknown_and_unsupported_backends_raise_an_error_that_names_them() -> None:
@@ -35,8 +35,8 @@ def test_a_gpu_before_ampere_and_one_under_rocm_run_on_torchs_own_kernels(
 ) -> None:
     """One line says so. torch reports an MI300 as a CUDA device of capability 9.4, which is not a Hopper GPU."""
     gpu = torch.device("cuda")
-    memories = (choice._log_plain_gpu, varlen_flash._torch_has_flash)
-    for remembered in (*memories, varlen_flash._forward_only):
+    memories = (warn_once, varlen_flash._torch_has_flash, varlen_flash._forward_only)
+    for remembered in memories:
         remembered.cache_clear()
     monkeypatch.setattr(choice, "_installed", lambda module: True)
     monkeypatch.setattr(torch.version, "hip", rocm)
@@ -53,7 +53,7 @@ def test_a_gpu_before_ampere_and_one_under_rocm_run_on_torchs_own_kernels(
     assert backend_of(gpu, torch.float32).name == "torch"
     assert not varlen_flash.runs(gpu, torch.bfloat16, 128)
     assert varlen_flash._forward_only(gpu) is None
-    for remembered in (*memories, varlen_flash._forward_only):
+    for remembered in memories:
         remembered.cache_clear()
 
 
@@ -76,8 +76,7 @@ def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a Hopper GPU. A missing package that does not take the dtype is not logged; an installed one is."""
-    choice._log_missing.cache_clear()
-    choice._log_half_precision.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(choice, "_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)
@@ -92,7 +91,7 @@ def test_flash_attention_falls_back_to_sdpa_and_logs_it_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    varlen._log_replacement.cache_clear()
+    warn_once.cache_clear()
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "PyTorch's own" in caplog.text
@@ -111,7 +110,7 @@ def test_cpu_decoding_needs_no_triton() -> None:
         sys.modules["triton"] = None  # importing it now fails
         import torch
         from longspec.kernels.choice import choose_backend
-        from longspec.kernels.training.varlen import training_attention
+        from longspec.kernels.training.varlen_flash import training_attention
         x = torch.ones(1, 1, 2, 16)
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
         attend = choose_backend("auto", torch.device("cpu"), torch.float32, 16).attention

@@ -100,6 +100,26 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
         assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout
 
 
+def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES next to --num_gpus."""
+    save_target(tmp_path / "target", "mistral")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    overrides = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/a.jsonl"]
+    given = ["train", "tiny_glide_stage1_sinkpi-slicing", *overrides, "--dry_run", "--num_gpus"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for visible, ranks, expected in (
+        ("4, 6,7", "2", "--include localhost:4,6"),
+        ("5", "1", "--include localhost:5"),
+        ("GPU-8932f937", "1", "--num_gpus 1"),
+        ("", "2", "--num_gpus 2"),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert f" {expected} " in CliRunner().invoke(console.app, [*given, ranks]).stdout
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    result = CliRunner().invoke(console.app, [*given, "3"])
+    assert isinstance(result.exception, UserError) and "--num_gpus: 3" in str(result.exception) and not result.stdout
+
+
 def test_completion_knows_the_configurations() -> None:
     config = typer.main.get_command(console.app).commands["train"].params[0]  # type: ignore[attr-defined]
     assert [item.value for item in config.shell_complete(None, "your")] == ["your-model"]

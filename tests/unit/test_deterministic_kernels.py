@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from longspec.kernels.shared.residual import HeadNorms
-from longspec.kernels.triton.deterministic_attention import causal_attention, path_attention, root_paths
+from longspec.kernels.triton.deterministic import causal_attention, path_attention, root_paths
 from longspec.kernels.triton.deterministic_blocks import count_splits
 from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store
 from longspec.kernels.triton.skinny_product import skinny_product, split_product

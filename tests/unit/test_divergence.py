@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import training_reference as reference
 
 from longspec.kernels.backend import OUTSIDE
-from longspec.kernels.torch import loss
+from longspec.kernels.torch import vocabulary
 from longspec.kernels.triton.divergence import terms_and_gradient
 from longspec.kernels.triton.logit_statistics import log_sum_exp
 
@@ -64,7 +64,7 @@ def test_the_loss_without_kernels_equals_the_reference(share: float) -> None:
     labels = torch.tensor([0, 8, OUTSIDE, -1, 9, 7, 2])
     expected = exact(logits, teacher, labels, share)
     norms = logits.logsumexp(-1), teacher.logsumexp(-1)
-    terms = loss.terms_and_gradient(logits, teacher, labels, share, *norms)
+    terms = vocabulary.terms_and_gradient(logits, teacher, labels, share, *norms)
     torch.testing.assert_close((terms, logits), expected)
 
 

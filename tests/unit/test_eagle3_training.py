@@ -14,9 +14,8 @@ from longspec.models.draft_saving import save_draft_file
 from longspec.models.eagle3_options import Eagle3Options
 from longspec.models.llama import LlamaGlide
 from longspec.ranks.agreement import Termination
-from longspec.train.checkpoint import read_draft
+from longspec.train.checkpoint import extract_draft, read_draft
 from longspec.train.config_schema import TrainConfig
-from longspec.train.extraction import extract_draft
 from longspec.train.run import train
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -134,6 +134,13 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config.data.files == [str(data)] and config.variant.name == "base"
 
 
+def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    line = launch_line(load().training.stages["stage1"].config, {}, ranks=2)
+    assert line[line.index("--include") + 1] == "localhost:2,3" and "--num_gpus" not in line
+
+
 def test_the_table_of_stages_has_the_finished_ones(tmp_path: Path) -> None:
     settings = load()
     for name, steps in (("stage1", settings.training.stages["stage1"].steps), ("stage2", 5)):

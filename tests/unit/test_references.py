@@ -20,13 +20,12 @@ from longspec.kernels.triton.backend import TritonBackend
 
 KERNELS = Path(__file__).resolve().parents[2] / "longspec" / "kernels" / "triton"
 REFERENCES = {
-    "deterministic_attention": "attention_reference",
+    "deterministic": "attention_reference",
     "flash_attention": "attention_reference",
     "paged_attention": "attention_reference",
     "prefix_attention": "attention_reference",
     "token_attention": "attention_reference",
     "tree_attention": "attention_reference",
-    "window_attention": "attention_reference",
     "elementwise": "layer_reference",
     "logit_statistics": "layer_reference",
     "skinny_product": "product_reference",

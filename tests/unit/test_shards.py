@@ -56,9 +56,10 @@ def test_another_layout_takes_the_same_next_step(
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
 
     def take(trainer: Trainer, step: int) -> dict[str, float]:
-        result = trainer.steps.take(step, trainer.steps.load(step, iter([arrays])), NEVER)
-        assert result is not None
-        return result.metrics
+        trainer.steps.start(step, iter([arrays]))
+        metrics = trainer.steps.take(step, NEVER)
+        assert metrics is not None
+        return {name: value for name, value in metrics.items() if "seconds" not in name}
 
     engine = build_engine(config, build_pair(config, None))
     first = Trainer(config, engine, inputs, total_steps=3)

@@ -224,10 +224,11 @@ def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
     trainer = Trainer(config, engine, inputs, total_steps=2)
     tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
     batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
-    first = trainer.steps.take(1, trainer.steps.load(1, batches), never, batches)  # type: ignore[arg-type]
-    assert first is not None and first.next_batches is not None
-    second = trainer.steps.take(2, first.next_batches, never)  # type: ignore[arg-type]
-    assert second is not None and second.next_batches is None
+    trainer.steps.start(1, batches)
+    for step in (1, 2):
+        assert trainer.steps.batches is not None
+        assert trainer.steps.take(step, never) is not None  # type: ignore[arg-type]
+    assert trainer.steps.batches is None
     assert patience == [0, steps_module.FINISH_S] * 2
     assert sum("a step has 2 micro-batches and takes about" in line for line in caplog.messages) == 1
     one = ["forward", "backward", "begin", "step"]
@@ -245,12 +246,12 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
     engine = build_engine(config, build_pair(config, None))
     trainer = Trainer(config, engine, inputs, total_steps=steps)
-    arrays = iter(trainer.loader)
+    trainer.steps.start(1, iter(trainer.loader))
     losses = []
     for step in range(1, steps + 1):
-        result = trainer.steps.take(step, trainer.steps.load(step, arrays), never)  # type: ignore[arg-type]
-        assert result is not None
-        losses.append(result.metrics["loss"])
+        metrics = trainer.steps.take(step, never)  # type: ignore[arg-type]
+        assert metrics is not None
+        losses.append(metrics["loss"])
     expected, draft = plain_training(config, steps, ranks=1)
     assert losses == pytest.approx(expected, rel=1e-6)
     # The gradient of "acceptance" jumps where both distributions are equal, which rounding decides.

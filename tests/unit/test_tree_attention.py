@@ -11,8 +11,7 @@ import attention_reference
 from attention_reference import attention_with_lse
 
 from longspec.kernels.shared.attention import PrefixParts
-from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
-from longspec.kernels.triton.window_attention import window_attention
+from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCK = 48

@@ -11,6 +11,7 @@ from test_varlen import attention_of, block_attention, check, make_inputs, segme
 from torch import Tensor
 
 from longspec.kernels.training import varlen_flash
+from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import FlashAttention
 
 CASES = [
@@ -22,7 +23,7 @@ CASES = [
     ([30, 9, 60], 8, None),
     ([40, 50], 2, [2, 2]),
 ]
-BLOCKS = [([1, 3, 4, 5, 9, 70], 4), ([9, 33], 3), ([8], 4), ([12, 7], 2)]
+BLOCKS = [[1, 3, 4, 5, 9, 70], [9, 33], [8], [12, 7]]
 
 
 def visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tensor:
@@ -36,17 +37,18 @@ def visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tenso
     return mask
 
 
-def scores_of(q: Tensor, k: Tensor, call: Any) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, segments: Segments, scale: float, reach: int = -1) -> Tensor:
     """Scores [H, N, keys], -inf where a key is invisible."""
-    assert call.query_bounds.dtype == call.key_bounds.dtype == torch.int32
-    assert call.max_queries == call.query_bounds.diff().max() and call.max_keys == call.key_bounds.diff().max()
-    mask = visible(call.query_bounds.tolist(), call.key_bounds.tolist(), call.reach)
-    scores = torch.einsum("nhd,khd->hnk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * call.scale
+    queries, keys, longest, most_keys = varlen_flash._sizes(segments)
+    assert queries.dtype == keys.dtype == torch.int32
+    assert longest == queries.diff().max() and most_keys == keys.diff().max()
+    mask = visible(queries.tolist(), keys.tolist(), reach)
+    scores = torch.einsum("nhd,khd->hnk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
     return scores.masked_fill(~mask, -torch.inf)
 
 
-def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor, ...]:
-    scores = scores_of(q, k, call)
+def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    scores = scores_of(q, k, *call)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the kernel's LSE of a query without keys
     values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -54,15 +56,15 @@ def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, call: Any) -> tuple[Tensor
 
 
 def stand_in_backward(
-    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Any, call: Any
+    upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: Any, *call: Any
 ) -> tuple[Tensor, ...]:
     """The published formulas of FlashAttention's backward, computed from the `out` and `lse` that are passed."""
     assert lse.is_contiguous() and len(state) == 2
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-    weights = (scores_of(q, k, call) - lse[..., None]).exp()
+    weights = (scores_of(q, k, *call) - lse[..., None]).exp()
     dscores = torch.einsum("nhd,khd->hnk", upstream, values) - (upstream * out).sum(-1).T[..., None]
-    dscores = weights * dscores * call.scale
+    dscores = weights * dscores * call[1]
     dq = torch.einsum("hnk,khd->nhd", dscores, keys)
     dk, dv = torch.einsum("hnk,nhd->khd", dscores, q), torch.einsum("hnk,nhd->khd", weights, upstream)
     return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
@@ -86,13 +88,13 @@ def test_torchs_kernel_with_lags_and_windows_equals_the_reference(
     )
 
 
-@pytest.mark.parametrize(("lengths", "block"), BLOCKS)
-def test_the_block_pattern_equals_the_reference(kernels: None, lengths: list[int], block: int) -> None:
+@pytest.mark.parametrize("lengths", BLOCKS)
+def test_the_block_pattern_equals_the_reference(kernels: None, lengths: list[int]) -> None:
     segments = segments_of(lengths)
     check(
         make_inputs(lengths),
-        lambda q, k, v: FlashAttention(False).block(q, k, v, segments, 0.3, block),
-        lambda q, k, v: reference.block_attention(q, k, v, segments, 0.3, block),
+        lambda q, k, v: FlashAttention(False).block(q, k, v, segments, 0.3),
+        lambda q, k, v: reference.block_attention(q, k, v, segments, 0.3),
     )
 
 
@@ -131,16 +133,16 @@ def test_the_forward_of_fa3_runs_only_the_targets_pass(
     """It has neither window nor backward and takes bf16 only; where it applies, it is the fastest."""
     calls: list[str] = []
 
-    def kernel(name: str) -> Callable[..., Tensor]:
-        def run(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def kernel(name: str) -> Callable[..., tuple[Tensor]]:
+        def run(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor]:
             calls.append(name)
-            return q
+            return (q,)
 
         return run
 
     monkeypatch.setattr(varlen_flash, "_forward_only", lambda device: kernel("forward only"))
     monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: kernel("installed"))
-    monkeypatch.setattr(varlen_flash, "_torch_varlen", kernel("torch"))
+    monkeypatch.setattr(varlen_flash, "_forward", kernel("torch"))
     q, k, v = (x.to(changes.get("dtype", torch.bfloat16)) for x in make_inputs([9]))
     q.requires_grad_(changes.get("learns", False))
     segments = segments_of([9], changes.get("lags"))
@@ -153,14 +155,16 @@ def test_torchs_kernel_is_called_with_its_schema() -> None:
     lengths = [30, 4, 50]
     segments = segments_of(lengths, [4, 4, 4])
     q, k, v = (x.to("meta", torch.bfloat16).requires_grad_() for x in make_inputs(lengths))
-    keys = segments.keys
+    segments.query_bounds = segments.query_bounds.to("meta")  # type: ignore[misc]  # computed once
+    segments.keys = segments.keys._replace(bounds=segments.keys.bounds.to("meta"))  # type: ignore[misc]
+    k, v = k[: len(segments.keys.rows)], v[: len(segments.keys.rows)]
     for reach in (-1, 16):
-        bounds = segments.query_bounds.to("meta"), keys.bounds.to("meta")
-        call = varlen_flash._Call(*bounds, segments.longest, keys.longest, 0.3, reach)
-        out = varlen_flash._TorchFlash.apply(q, k[: len(keys.rows)], v[: len(keys.rows)], call)
-        assert out.shape == q.shape and varlen_flash._forward(q, k, v, call)[1].shape == (q.shape[1], len(q))
+        out, lse, *state = varlen_flash._forward(q, k, v, segments, 0.3, reach)
+        assert out.shape == q.shape and lse.shape == (q.shape[1], len(q))
         out.sum().backward()
-    assert q.grad is not None and q.grad.shape == q.shape
+        assert q.grad is not None and q.grad.shape == q.shape
+    dq, dk, _ = varlen_flash._backward(out, q, k, v, out, lse, state, segments, 0.3)
+    assert dq.shape == q.shape and dk.shape == k.shape
 
 
 @pytest.mark.gpu
@@ -175,7 +179,7 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
         mask = reference.causal_mask(segments_of(lengths, lag), window)
         agree(lengths, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
     segments = segments_of(lengths, device="cuda")
-    mask = reference.block_mask(segments_of(lengths), 4)
+    mask = reference.block_mask(segments_of(lengths))
     agree(lengths, mask, lambda q, k, v: block_attention(q, k, v, segments, 0.125))
     with torch.no_grad():  # the target's pass
         inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]

@@ -15,11 +15,10 @@ from longspec.models.draft_vocabulary import listed_tokens
 from longspec.models.llama import LlamaGlide
 from longspec.models.target_files import read_config
 from longspec.ranks.agreement import Termination
-from longspec.train.checkpoint import read_draft
+from longspec.train.checkpoint import extract_draft, read_draft
 from longspec.train.config_schema import TrainConfig
-from longspec.train.extraction import extract_draft
+from longspec.train.inputs import check_list_split
 from longspec.train.run import train
-from longspec.train.vocabulary import check_list_split
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 SIZE = 12

@@ -1,7 +1,105 @@
-"""The backend of a CPU in float32."""
+"""The backend of a CPU in float32: compiled functions for few tokens, torch for more and for everything else."""
 
-from longspec.kernels.native import layers
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspec.kernels.native import operations
+from longspec.kernels.native.operations import MOST_QUERIES, MOST_TOKENS, Stores, attention
+from longspec.kernels.shared.attention import Attend
+from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlots
+from longspec.kernels.torch.attention import SdpaAttention
 from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.torch.layers import TorchStream
+
+
+class NativeAttention(SdpaAttention):
+    """Decoding attention on the functions of `kernels.native`."""
+
+    name = "native"
+
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        if _are_many(tree_mask):
+            return super().hybrid(lengths, tree_mask)
+        lengths, tree_mask = lengths.int().contiguous(), tree_mask.contiguous()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            return attention(q, k, v, lengths, tree_mask, scale)
+
+        return attend
+
+    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        if _are_many(q.transpose(1, 2)):
+            return super().prefix(q, k, v, lengths, scale)
+        return attention(q, k, v, lengths.int().contiguous(), None, scale)
+
+    def window(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
+    ) -> Tensor:
+        if _are_many(tree_mask):
+            return super().window(q, k, v, lengths, level, tree_mask, scale)
+        window = k.shape[2] - tree_mask.shape[2]
+        lengths, tree_mask = lengths.int().contiguous(), tree_mask.contiguous()
+        return attention(q, k, v, lengths, tree_mask, scale, window, level)
+
+
+def _are_many(queries: Tensor) -> bool:
+    """Whether there are too many queries [B, N, ...]."""
+    return queries.shape[0] * queries.shape[1] > MOST_QUERIES
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `Backend.linear`."""
+    if x.shape[0] * x.shape[1] > MOST_TOKENS:
+        return F.linear(x, weight, bias)
+    return operations.product(x.contiguous(), weight, bias)
+
+
+def _stream(hidden: Tensor, eps: float) -> ResidualStream:
+    """See `Backend.stream`."""
+    is_small = hidden.shape[0] * hidden.shape[1] <= MOST_TOKENS
+    return _NativeStream(hidden, eps) if is_small else TorchStream(hidden, eps)
+
+
+class _NativeStream(ResidualStream):
+    linear = staticmethod(_linear)
+
+    def __init__(self, hidden: Tensor, eps: float) -> None:
+        super().__init__(hidden.contiguous(), eps)
+        # Positions and slots are the same in all layers, and so are these.
+        self.positions: Tensor | None = None
+        """LongTensor [B, N]"""
+        self.places: Tensor | None = None
+        """As in `Stores`."""
+
+    def normed(self, norm: Tensor) -> Tensor:
+        return operations.rms_norm(self.hidden, norm, self.eps)
+
+    def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
+        return operations.gated_product(self.normed(norm), weight)
+
+    def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
+        operations.add_product(self.hidden, x.contiguous(), weight)
+
+    def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
+        row_stride, head_dim = slots.keys.stride(0), slots.keys.shape[3]
+        if self.places is None:
+            assert slots.rows is None  # only captured passes select rows
+            rows = torch.arange(len(qkv), device=qkv.device)
+            places = rows[:, None] * row_stride + slots.slots * head_dim
+            self.places = places.where(slots.slots >= 0, -1).long().contiguous()
+        stores = Stores(slots.keys, slots.values, self.places)
+        return operations.rotate_and_store(qkv, self._positions(slots), slots.rope, head_dim, stores, norms)
+
+    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
+        return operations.rotate_and_store(q, self._positions(slots), slots.rope, head_dim)
+
+    def _positions(self, slots: TokenSlots) -> Tensor:
+        if self.positions is None:
+            self.positions = slots.positions.long().contiguous()
+        return self.positions
 
 
 class NativeBackend(TorchBackend):
@@ -9,5 +107,5 @@ class NativeBackend(TorchBackend):
 
     name = "native"
 
-    linear = staticmethod(layers.linear)
-    stream = staticmethod(layers.stream)
+    linear = staticmethod(_linear)
+    stream = staticmethod(_stream)

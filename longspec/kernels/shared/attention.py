@@ -110,6 +110,7 @@ class DecodingAttention(Protocol):
         rows, ends: int32 [n]. Sequence b is in row rows[b] of the cache k, v [B, K, S, D], which is finite. The keys of
         its N tokens are already in slots ends[b] - N … ends[b] - 1; slots beyond S must not be needed.
         """
+        return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention of a chunk of the prompt: the N queries belong to the last N of the S slots."""

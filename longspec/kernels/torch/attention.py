@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from longspec.kernels.shared.attention import Attend
+from longspec.kernels.shared.attention import Attend, DecodingAttention
 
 FOLD_LIMIT = 32
 """Largest number of queries for which the query heads of a group become rows of their KV head. For few queries this is
 faster on the CPU."""
 
 
-class SdpaAttention:
+class SdpaAttention(DecodingAttention):
     """Decoding attention on torch; reads `lengths` on the host."""
 
     name = "sdpa"
@@ -58,9 +58,6 @@ class SdpaAttention:
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_sdpa(q, k, v, mask, scale)
 
-    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
-        return None
-
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)
 
@@ -88,11 +85,7 @@ def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> 
 
 
 def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
-    """bool [B, nodes, window]: the slots of the ring buffer that queries at position lengths[b] + level see.
-
-    Slot s of the ring buffer holds the newest position p < lengths[b] with p % window == s. It is visible if p >= 0 and
-    p >= lengths[b] + level - window.
-    """
+    """bool [B, nodes, window]: the slots of the ring buffer that the queries of `DecodingAttention.window` see."""
     lengths = lengths[:, None]
     age = (lengths - 1 - torch.arange(window, device=lengths.device)) % window  # 0 for the newest position
     visible = age < lengths.clamp(max=window - level)

@@ -1,7 +1,7 @@
 """The backend for any device and dtype."""
 
 from longspec.kernels.backend import Backend
-from longspec.kernels.torch import acceptance, layers, lookup, loss, row_noise, trees, vocabulary
+from longspec.kernels.torch import acceptance, layers, lookup, row_noise, trees, vocabulary
 
 
 class TorchBackend(Backend):
@@ -18,7 +18,7 @@ class TorchBackend(Backend):
     argmax = staticmethod(vocabulary.argmax)
     first_arrival = staticmethod(vocabulary.first_arrival)
     row_noise = staticmethod(row_noise.row_noise)
-    terms_and_gradient = staticmethod(loss.terms_and_gradient)
+    terms_and_gradient = staticmethod(vocabulary.terms_and_gradient)
     grow_level = staticmethod(trees.grow_level)
     select_nodes = staticmethod(trees.select_nodes)
     extend_branches = staticmethod(lookup.extend_branches)

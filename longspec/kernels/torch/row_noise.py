@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspec.kernels.shared.split_mix import FIRST_FACTOR, GAMMA, SECOND_FACTOR, signed, stream_offset
+GAMMA = 0x9E3779B97F4A7C15
+FIRST_FACTOR = 0xBF58476D1CE4E5B9
+SECOND_FACTOR = 0x94D049BB133111EB
 
 
 def row_noise(
@@ -43,3 +45,13 @@ def _mix(x: Tensor) -> Tensor:
 def _shift(x: Tensor, bits: int) -> Tensor:
     """x >> bits for x as an unsigned number."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def stream_offset(stream: int) -> int:
+    """(stream + 1) * GAMMA as an int64."""
+    return signed((stream + 1) * GAMMA % 2**64)
+
+
+def signed(x: int) -> int:
+    """The int64 with the bits of an unsigned x."""
+    return x - 2**64 if x >= 2**63 else x

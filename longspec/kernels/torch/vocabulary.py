@@ -1,10 +1,11 @@
-"""Operations over the vocabulary in plain torch, in fp32 or wider."""
+"""Operations over the vocabulary, and the terms of the training loss, in plain torch, in fp32 or wider."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from longspec.kernels.backend import OUTSIDE
 from longspec.kernels.shared.watch import Watch
 
 
@@ -41,3 +42,30 @@ def argmax(values: Tensor, watch: Watch | None = None) -> Tensor:
 def first_arrival(weights: Tensor, noise: Tensor) -> Tensor:
     """See `Backend.first_arrival`."""
     return argmax(weights / noise)
+
+
+def terms_and_gradient(
+    logits: Tensor, teacher: Tensor | None, labels: Tensor, share: float, norm: Tensor, teacher_norm: Tensor | None
+) -> Tensor:
+    """See `Backend.terms_and_gradient`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    in_part = ((labels >= 0) & (labels < logits.shape[1]))[:, None]
+    index = labels.clamp(0, logits.shape[1] - 1)[:, None]
+    log_q = logits.to(dtype) - norm[:, None]
+    terms = log_q.new_zeros(len(logits), 3)
+    terms[:, 0] = -log_q.gather(1, index).masked_fill_(~in_part, 0)[:, 0]
+
+    p = None
+    if teacher is not None and teacher_norm is not None:
+        log_p = teacher.to(dtype) - teacher_norm[:, None]
+        terms[:, 2] = -log_p.gather(1, index).masked_fill_(~in_part, 0)[:, 0]
+        if share:
+            p = log_p.exp()
+            # KL(p ‖ q) = Σ p · (log p - log q), where p = 0 contributes 0. In place: a chunk takes some GB.
+            terms[:, 1] = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(1)
+
+    gradient = log_q.exp_().mul_(torch.where(labels == OUTSIDE, share, 1.0).to(dtype)[:, None])
+    if p is not None:
+        gradient.sub_(p, alpha=share)
+    logits.copy_(gradient.scatter_add_(1, index, -(1 - share) * in_part.to(dtype)))
+    return terms

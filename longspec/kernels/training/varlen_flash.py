@@ -1,8 +1,9 @@
-"""Training attention on FlashAttention: flash-attn if it is installed, else FlashAttention-2 as torch builds it.
+"""Training attention over packed segments: FlashAttention in half precision on CUDA, else torch on padded segments.
 
-A lag needs no mask: FlashAttention's causal mask aligns the ends of T queries and T - lag keys, so query i sees the
-keys up to i - lag. On Hopper the target's pass, which has no backward, runs on the forward of FlashAttention-3 (package
-fa3-fwd). Shape letters are those of CONTRIBUTING.md; N counts flattened tokens, M segments.
+FlashAttention is flash-attn if it is installed, else FlashAttention-2 as torch builds it. A lag needs no mask: the
+causal mask aligns the ends of T queries and T - lag keys, so query i sees the keys up to i - lag. On Hopper the
+target's pass, which has no backward, runs on the forward of FlashAttention-3 (package fa3-fwd). Shape letters are those
+of CONTRIBUTING.md; N counts flattened tokens, M segments.
 """
 
 import importlib
@@ -10,12 +11,12 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspec.errors import first_line
+from longspec.errors import UserError, first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
 from longspec.kernels.training.varlen_padded import PaddedAttention
@@ -28,6 +29,32 @@ FORWARD_MODULE = "fa3_fwd_interface"
 """FlashAttention-3 without backward and without windows, in bf16."""
 MAX_HEAD_DIM = 256
 """Largest head_dim of FlashAttention-2."""
+
+
+def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> PaddedAttention:
+    """The fastest attention for a pair. use_flash: whether to run flash-attn where it is installed."""
+    return FlashAttention(use_flash) if runs(device, dtype, head_dim) else PaddedAttention()
+
+
+def resolve_attention(requested: str | None) -> str:
+    """The attention that training runs for a config's `attn_implementation`; logs once if it differs.
+
+    None means "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any
+    other name.
+    """
+    name = requested or "sdpa"
+    known = (*FLASH_MODULES, "sdpa", "eager")
+    if name not in known:
+        raise UserError(f"attn_implementation: unknown value {requested!r}; choose one of {', '.join(known)}")
+    if name not in FLASH_MODULES:
+        return name
+    # The compute capability is not read here, because that initializes CUDA. `_torch_has_flash` logs an old GPU.
+    on_gpu = torch.cuda.is_available() and torch.version.hip is None
+    used = (on_gpu and installed_flash_attention()) or "sdpa"
+    if used != name:
+        own = "PyTorch's own attention" if used == "sdpa" else used
+        warn_once("attn_implementation: %s cannot be used here; training runs on %s", name, own)
+    return used
 
 
 def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -45,7 +72,7 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _torch_has_flash(device: torch.device) -> bool:
     plain = plain_gpu(device)
     if plain:
-        logger.warning("attention in training runs on padded segments: %s", plain)
+        warn_once("attention in training runs on padded segments: %s", plain)
         return False
     # Before torch 2.7 the LSE of segments has another layout, as it has on ROCm.
     return torch.__version__ >= "2.7" and torch.backends.cuda.is_flash_attention_available()
@@ -76,24 +103,24 @@ class FlashAttention(PaddedAttention):
             flash = _installed_varlen()
         # FlashAttention counts the window back from the newest visible key, which is `lag` back.
         reach = -1 if window is None else window - segments.lags[0]
-        return _run(flash or _torch_varlen, q, k, v, segments, scale, reach)
+        if flash is None:
+            return _forward(q, *_visible(k, v, segments), segments, scale, reach)[0]
+        return _run(flash, q, k, v, segments, scale, reach)
 
-    def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int = BLOCK) -> Tensor:
+    def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         segments.check(len(q))
-        lagging = segments.all_lagging(block)
+        lagging = segments.all_lagging(BLOCK)
         if not lagging.keys.longest:
-            return super().block(q, k, v, segments, scale, block)
-        return _BlockFlash.apply(q, k, v, lagging, scale, block)
+            return super().block(q, k, v, segments, scale)
+        return _BlockFlash.apply(q, k, v, lagging, scale)
 
 
 def _run(
     flash: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int
 ) -> Tensor:
-    """One varlen call; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
-    # With a lag, the last keys of each segment are dropped, so that the ends of queries and keys align.
+    """A call of flash-attn; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
     keys = segments.keys
-    if keys.rows is not None:
-        k, v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
+    k, v = _visible(k, v, segments)
     out = flash(
         q,
         k,
@@ -107,6 +134,15 @@ def _run(
         window_size=(reach, -1 if reach < 0 else 0),
     )
     return out[0] if isinstance(out, tuple) else out
+
+
+def _visible(k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """The keys and values that some query sees.
+
+    With a lag, the last ones of each segment are dropped, so that the ends of queries and keys align.
+    """
+    rows = segments.keys.rows
+    return (k, v) if rows is None else (k.index_select(0, rows), v.index_select(0, rows))
 
 
 def installed_flash_attention() -> str | None:
@@ -131,30 +167,19 @@ def _forward_only(device: torch.device) -> Callable[..., Any] | None:
         return None
 
 
-class _Call(NamedTuple):
-    """Arguments of torch's kernels next to queries, keys and values."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int = -1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FlashAttention-2 as torch builds it, with segments and windows, which scaled_dot_product_attention does not pass.
 
-    query_bounds: Tensor
-    """First query of each segment, then the number of queries, int32 [M + 1]."""
-    key_bounds: Tensor
-    """The same of the keys."""
-    max_queries: int
-    max_keys: int
-    scale: float
-    reach: int = -1
-    """Number of visible keys before the newest one; -1 for all."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        left, right = (None, None) if self.reach < 0 else (self.reach, 0)
-        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output [N, H, D], natural-log LSE fp32 [H, N] (+inf for a query that sees no key), two tensors for backward."""
+    k, v: the visible keys; reach as in `_run`. Returns the output [N, H, D], which is differentiable; the natural-log
+    LSE, fp32 [H, N], +inf for a query that sees no key; and two tensors for `_backward`.
+    """
     dropout, causal, return_debug_mask = 0.0, True, False
-    inputs = (q, k, v, *call[:4], dropout, causal, return_debug_mask)
-    return torch.ops.aten._flash_attention_forward(*inputs, **call.options)[:4]
+    left, right = (None, None) if reach < 0 else (reach, 0)
+    inputs = (q, k, v, *_sizes(segments), dropout, causal, return_debug_mask)
+    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    return torch.ops.aten._flash_attention_forward(*inputs, **options)[:4]
 
 
 def _backward(
@@ -165,52 +190,27 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     state: Sequence[Tensor],
-    call: _Call,
+    segments: Segments,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, where the weight of a key is exp(score - lse) and `out` is the output of all keys.
 
     state: the two tensors from `_forward`.
     """
     dropout, causal = 0.0, True
-    inputs = (upstream.contiguous(), q, k, v, out, lse, *call[:4], dropout, causal, *state)
-    return torch.ops.aten._flash_attention_backward(*inputs, **call.options)
+    inputs = (upstream.contiguous(), q, k, v, out, lse, *_sizes(segments), dropout, causal, *state)
+    return torch.ops.aten._flash_attention_backward(*inputs, scale=scale)
 
 
-class _TorchFlash(torch.autograd.Function):
-    """FlashAttention-2 as torch builds it, with segments and windows, which scaled_dot_product_attention does not
-    pass."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        out, lse, *state = _forward(q, k, v, call)
-        ctx.save_for_backward(q, k, v, out, lse, *state)
-        ctx.call = call
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse, *state = ctx.saved_tensors
-        return *_backward(upstream, q, k, v, out, lse, state, ctx.call), None
-
-
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """`_TorchFlash` with the signature of flash_attn_varlen_func, always causal."""
-    call = _Call(
-        query_bounds=options["cu_seqlens_q"],
-        key_bounds=options["cu_seqlens_k"],
-        max_queries=options["max_seqlen_q"],
-        max_keys=options["max_seqlen_k"],
-        scale=options["softmax_scale"],
-        reach=options["window_size"][0],
-    )
-    return _TorchFlash.apply(q, k, v, call)
+def _sizes(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
+    return segments.query_bounds, segments.keys.bounds, segments.longest, segments.keys.longest
 
 
 class _BlockFlash(torch.autograd.Function):
     """GLIDE's block pattern without a mask, as two parts that are merged by their log-sum-exp.
 
-    Far keys, at a distance of `block` or more, are one causal call with a lag. Near keys are the visible ones at the
-    distances 1 … block - 1, at most one per distance; plain torch operations add them.
+    Far keys, at a distance of BLOCK or more, are one causal call with a lag. Near keys are the visible ones at the
+    distances 1 … BLOCK - 1, at most one per distance; plain torch operations add them.
 
     In backward the weight of a key is exp(score - lse) with the LSE of the whole, so each part computes its gradient
     from the `out` and `lse` of the whole, as the parts of ring attention do (arXiv 2310.01889):
@@ -219,16 +219,12 @@ class _BlockFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, block: int) -> Tensor:
-        keys = segments.keys
-        assert keys.rows is not None
-        far_k, far_v = k.index_select(0, keys.rows), v.index_select(0, keys.rows)
-        call = _Call(segments.query_bounds, keys.bounds, segments.longest, keys.longest, scale)
-        far, far_lse, *state = _forward(q, far_k, far_v, call)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        far, far_lse, *state = _forward(q, *_visible(k, v, segments), segments, scale)
 
-        # LSE per part, [block, N, H]. The first block of a segment sees no key: its LSE is +inf, so all weights are 0.
-        sees_any = (segments.offsets >= block)[:, None]
-        near = [scores for _, scores in _near_scores(q, k, segments.offsets, scale, block)]
+        # LSE per part, [BLOCK, N, H]. The first block of a segment sees no key: its LSE is +inf, so all weights are 0.
+        sees_any = (segments.offsets >= BLOCK)[:, None]
+        near = [scores for _, scores in _near_scores(q, k, segments.offsets, scale)]
         parts = torch.stack([far_lse.T.masked_fill(~sees_any, -torch.inf), *near])
         lse = parts.logsumexp(0).masked_fill(~sees_any, torch.inf)
 
@@ -240,19 +236,16 @@ class _BlockFlash(torch.autograd.Function):
         out = out.to(q.dtype)
 
         ctx.save_for_backward(q, k, v, out, lse.T.contiguous(), *state)
-        ctx.call = call
-        ctx.segments = segments
-        ctx.block = block
+        ctx.segments, ctx.scale = segments, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse, *state = ctx.saved_tensors
-        segments, call = ctx.segments, ctx.call
+        segments, scale = ctx.segments, ctx.scale
         rows = segments.keys.rows
 
-        far_k, far_v = k.index_select(0, rows), v.index_select(0, rows)
-        dq, far_dk, far_dv = _backward(upstream, q, far_k, far_v, out, lse, state, call)
+        dq, far_dk, far_dv = _backward(upstream, q, *_visible(k, v, segments), out, lse, state, segments, scale)
         dq = dq.to(lse.dtype)
         # Gradients of the far part; the near part is added below.
         dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
@@ -261,28 +254,28 @@ class _BlockFlash(torch.autograd.Function):
         keys_learn = any(ctx.needs_input_grad[1:3])  # False in training: keys and values are the frozen target's
         wide = upstream.to(lse.dtype)
         mean = (wide * out).sum(-1)  # do . o
-        for distance, scores in _near_scores(q, k, segments.offsets, call.scale, ctx.block):
+        for distance, scores in _near_scores(q, k, segments.offsets, scale):
             weight = (scores - lse.T).exp()
             near_k = _per_query_head(k.roll(distance, 0), q)
             near_v = _per_query_head(v.roll(distance, 0), q)
-            ds = (weight * ((wide * near_v).sum(-1) - mean) * call.scale)[..., None]
+            ds = (weight * ((wide * near_v).sum(-1) - mean) * scale)[..., None]
             dq += ds * near_k
             if keys_learn:
                 dk += _per_kv_head(ds * q, k).roll(-distance, 0)
                 dv += _per_kv_head(weight[..., None] * wide, v).roll(-distance, 0)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
-def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float, block: int) -> Iterator[tuple[int, Tensor]]:
-    """Each distance 1 … block - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider.
+def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
+    """Each distance 1 … BLOCK - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider.
 
-    The key at that distance is visible to the query at offset i if it is in an earlier block, i % block < distance, and
+    The key at that distance is visible to the query at offset i if it is in an earlier block, i % BLOCK < distance, and
     the query is not in the first block. Other scores are -inf.
     """
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
-    for distance in range(1, block):
+    for distance in range(1, BLOCK):
         scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
-        visible = (offsets % block < distance) & (offsets >= block)
+        visible = (offsets % BLOCK < distance) & (offsets >= BLOCK)
         yield distance, scores.masked_fill(~visible[:, None], -torch.inf)
 
 

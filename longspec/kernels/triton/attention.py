@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from longspec.kernels.shared.attention import Attend, AttendToken, PrefixParts
+from longspec.kernels.shared.attention import Attend, AttendToken, DecodingAttention, PrefixParts
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import causal_prefill
@@ -24,14 +24,13 @@ from longspec.kernels.triton.attention_tiles import (
 )
 from longspec.kernels.triton.prefix_attention import prefix_attention
 from longspec.kernels.triton.token_attention import token_attention
-from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention
-from longspec.kernels.triton.window_attention import window_attention
+from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
 
 PrefixPass = Callable[[Tensor, Tensor, Tensor, float], PrefixParts]
 """The prefix kernel for one layer: (q, k, v, scale) -> the states of attention to parts of the prefix."""
 
 
-class TritonAttention:
+class TritonAttention(DecodingAttention):
     """Decoding attention on our own kernels; prefill on torch's."""
 
     name = "triton"
@@ -62,9 +61,6 @@ class TritonAttention:
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
-
-    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
-        return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_prefill(q, k, v, scale)

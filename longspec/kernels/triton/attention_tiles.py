@@ -30,6 +30,11 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def options(self, head_dim: int) -> dict[str, int]:
+        """Keyword arguments of a launch."""
+        sizes = {"HEAD_DIM": head_dim, "BLOCK_D": padded_dim(head_dim), "BLOCK_M": self.block_m}
+        return sizes | {"BLOCK_N": self.block_n, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def padded_dim(head_dim: int) -> int:
     """head_dim rounded up to a power of two and to 16, the smallest size of a matrix product."""
@@ -155,7 +160,7 @@ def load_block(ptr, offsets, dim, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def load_key_tile(ptr, stride_slot, slot, dim, end, HEAD_DIM: tl.constexpr):
-    """Keys or values of the slots before `end`; later slots are never read."""
-    visible = (slot < end)[:, None] & (dim < HEAD_DIM)[None, :]
-    return tl.load(ptr + slot.to(tl.int64)[:, None] * stride_slot + dim[None, :], mask=visible, other=0.0)
+def load_key_tile(ptr, stride_slot, slot, dim, is_read, HEAD_DIM: tl.constexpr):
+    """Keys or values of slots [n] where `is_read`; others are never read and count as 0."""
+    mask = is_read[:, None] & (dim < HEAD_DIM)[None, :]
+    return tl.load(ptr + slot.to(tl.int64)[:, None] * stride_slot + dim[None, :], mask=mask, other=0.0)

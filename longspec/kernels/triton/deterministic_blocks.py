@@ -1,4 +1,4 @@
-"""The kernels of `deterministic_attention`: blocks of keys, and splits of blocks, at absolute positions.
+"""The kernels of `deterministic`: blocks of keys, and splits of blocks, at absolute positions.
 
 Query rows are the narrow side of all matrix products, so that the number of rows changes no sum. Multiplications and
 additions are not fused, because compilers choose differently in different kernels.
@@ -122,8 +122,8 @@ def whole_blocks_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for start in range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
-        v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
+        k = load_key_tile(k_base, stride_ks, slot, dim, slot < end, HEAD_DIM)
+        v = load_key_tile(v_base, stride_vs, slot, dim, slot < end, HEAD_DIM)
         out, row_sum, row_max = _attend_to_block(q, k, v, visible, out, row_sum, row_max, scale_log2)
 
     state = (split * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * num_rows + row
@@ -237,10 +237,9 @@ def last_blocks_kernel(
             if HAS_PATHS:
                 in_tree = (key >= length) & (key <= last)
                 slot = tl.where(in_tree, length + tl.load(path + 1 + key - length, mask=in_tree, other=0), key)
-            # Lanes past the last key read nothing and count as 0, for all queries at the same places.
-            in_keys = (key <= last)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(k_base + slot.to(tl.int64)[:, None] * stride_ks + dim[None, :], mask=in_keys, other=0.0)
-            v = tl.load(v_base + slot.to(tl.int64)[:, None] * stride_vs + dim[None, :], mask=in_keys, other=0.0)
+            # Lanes past the last key count as 0, for all queries at the same places.
+            k = load_key_tile(k_base, stride_ks, slot, dim, key <= last, HEAD_DIM)
+            v = load_key_tile(v_base, stride_vs, slot, dim, key <= last, HEAD_DIM)
             visible = key[:, None] <= position[None, :]
             split_out, split_sum, split_max = _attend_to_block(
                 q, k, v, visible, split_out, split_sum, split_max, scale_log2

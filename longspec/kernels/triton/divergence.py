@@ -13,6 +13,7 @@ from longspec.kernels.backend import OUTSIDE
 
 BLOCK = 4096
 """Columns per step of the loop."""
+_OUTSIDE = tl.constexpr(OUTSIDE)
 
 
 # With q = softmax of the draft's logits, p = softmax of the teacher's and y the label:
@@ -30,7 +31,6 @@ def _terms_kernel(
     terms_ptr,
     vocab,
     share,
-    OUTSIDE: tl.constexpr,
     TEACHER: tl.constexpr,
     DISTILL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,7 +39,7 @@ def _terms_kernel(
     logits_ptr += row * vocab
     label = tl.load(labels_ptr + row)
     norm = tl.load(norm_ptr + row)
-    q_weight = tl.where(label == OUTSIDE, share, 1.0)
+    q_weight = tl.where(label == _OUTSIDE, share, 1.0)
     # log q and log p need the log-sum-exp of the whole vocabulary, which a first pass (over all ranks) has computed.
     if TEACHER:
         teacher_ptr += row * vocab
@@ -87,7 +87,6 @@ def terms_and_gradient(
             terms,
             logits.shape[1],
             share,
-            OUTSIDE=OUTSIDE,
             TEACHER=teacher is not None,
             DISTILL=teacher is not None and share > 0,
             BLOCK=BLOCK,

@@ -18,6 +18,7 @@ SUB = 256
 """Columns of a sub-chunk."""
 SUBS_PER_CHUNK = 16
 CHUNK = SUB * SUBS_PER_CHUNK
+_SUB, _SUBS_PER_CHUNK, _CHUNK = tl.constexpr(SUB), tl.constexpr(SUBS_PER_CHUNK), tl.constexpr(CHUNK)
 
 
 class LogitStatistics(NamedTuple):
@@ -74,16 +75,14 @@ def _statistics_kernel(
     vocab,
     subs,
     chunks,
-    SUB: tl.constexpr,
-    SUBS_PER_CHUNK: tl.constexpr,
     HAS_NOISE: tl.constexpr,
     WARM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    sub = chunk * SUBS_PER_CHUNK + tl.arange(0, SUBS_PER_CHUNK)
+    sub = chunk * _SUBS_PER_CHUNK + tl.arange(0, _SUBS_PER_CHUNK)
     # The chunk as a tile [sub-chunks, columns], so that the maxima of the sub-chunks are those of its rows.
-    column = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    column = sub[:, None] * _SUB + tl.arange(0, _SUB)[None, :]
     inverse = inverse_temperature(temperature_ptr, row // rows_per_sequence, WARM)
     logits, keys = load_keys(logits_ptr, noise_ptr, row * vocab + column, column < vocab, inverse, HAS_NOISE)
     tl.store(best_ptr + row * subs + sub, tl.max(keys, 1), mask=sub < subs)
@@ -119,7 +118,6 @@ def softmax_chunk(
     inverse,
     vocab,
     chunks,
-    CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """The columns of one chunk of a row and their softmax, [CHUNK] each; columns from `vocab` on do not exist.
@@ -133,7 +131,7 @@ def softmax_chunk(
     maximum = tl.max(maxima, 0)
     total = tl.sum(sums * tl.exp(maxima - maximum), 0)
 
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    column = chunk * _CHUNK + tl.arange(0, _CHUNK)
     logits = tl.load(logits_ptr + row * vocab + column, mask=column < vocab).to(tl.float32) * inverse
     return column, tl.exp(logits - maximum) / total, total
 
@@ -152,7 +150,6 @@ def _softmax_kernel(
     rows_per_sequence,
     vocab,
     chunks,
-    CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WATCH: tl.constexpr,
     WARM: tl.constexpr,
@@ -167,7 +164,6 @@ def _softmax_kernel(
         inverse_temperature(temperature_ptr, row // rows_per_sequence, WARM),
         vocab,
         chunks,
-        CHUNK,
         BLOCK_C,
     )
     tl.store(out_ptr + row * vocab + column, probabilities, mask=column < vocab)
@@ -202,8 +198,6 @@ def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor |
         vocab,
         subs,
         chunks,
-        SUB=SUB,
-        SUBS_PER_CHUNK=SUBS_PER_CHUNK,
         HAS_NOISE=noise is not None,
         WARM=temperature is not None,
         num_warps=8,
@@ -237,7 +231,6 @@ def softmax(logits: Tensor, temperature: Tensor | None, watch: Watch | None = No
         rows // len(logits),
         vocab,
         chunks,
-        CHUNK=CHUNK,
         BLOCK_C=triton.next_power_of_2(chunks),
         WATCH=watch is not None,
         WARM=temperature is not None,

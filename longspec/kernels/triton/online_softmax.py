@@ -43,13 +43,13 @@ def attend_to_slots(
     in_rows,
     dim,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     TREE_NODES: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Attention of a tile of queries, not normalized: (out [rows, D], row_sum [rows], row_max [rows]) in base 2."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
     end = tree_start + TREE_NODES
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
@@ -58,8 +58,8 @@ def attend_to_slots(
     # side of the matrix products.
     for start in range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        k = load_key_tile(k_base, stride_ks, slot, dim, end, HEAD_DIM)
-        v = load_key_tile(v_base, stride_vs, slot, dim, end, HEAD_DIM)
+        k = load_key_tile(k_base, stride_ks, slot, dim, slot < end, HEAD_DIM)
+        v = load_key_tile(v_base, stride_vs, slot, dim, slot < end, HEAD_DIM)
 
         # Slots of the prefix or ring buffer, then nodes of the tree. Blocks without nodes skip the load of the mask.
         visible = slot < tree_start

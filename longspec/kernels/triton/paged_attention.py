@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, load_query_tile, padded_dim, share_begin
+from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, load_key_tile, load_query_tile, share_begin
 from longspec.kernels.triton.online_softmax import finite
 
 MERGE_WARPS = 2
@@ -81,7 +81,6 @@ def _paged_parts_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     in_rows = row < num_rows
-    in_dim = (dim < HEAD_DIM)[None, :]
     begin = tl.load(begins_ptr + batch).to(tl.int64)
     length = (tl.load(ends_ptr + batch) - begin).to(tl.int32)
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
@@ -96,14 +95,9 @@ def _paged_parts_kernel(
         for block in range(share_begin(blocks, part, shares), share_begin(blocks, part + 1, shares)):
             position = block * BLOCK_N + key
             exists = position < length
-            slot = tl.load(slots_ptr + begin + position, mask=exists, other=0).to(tl.int64)
-            in_block = exists[:, None] & in_dim
-            k = tl.load(
-                k_ptr + kv_head * stride_kh + slot[:, None] * stride_ks + dim[None, :], mask=in_block, other=0.0
-            )
-            v = tl.load(
-                v_ptr + kv_head * stride_vh + slot[:, None] * stride_vs + dim[None, :], mask=in_block, other=0.0
-            )
+            slot = tl.load(slots_ptr + begin + position, mask=exists, other=0)
+            k = load_key_tile(k_ptr + kv_head * stride_kh, stride_ks, slot, dim, exists, HEAD_DIM)
+            v = load_key_tile(v_ptr + kv_head * stride_vh, stride_vs, slot, dim, exists, HEAD_DIM)
             row_max, row_sum, acc = _attend_to_block(q, k, v, exists[None, :], row_max, row_sum, acc, scale_log2)
     else:
         mask_row = tl.load(mask_starts_ptr + batch).to(tl.int64) + (row // group).to(tl.int64) * (length + nodes)
@@ -111,11 +105,8 @@ def _paged_parts_kernel(
             node = first + key
             exists = node < nodes
             entry = batch * nodes + node
-            in_block = exists[:, None] & in_dim
-            k_rows = node_keys_ptr + kv_head * stride_nkh + entry[:, None] * stride_nks
-            v_rows = node_values_ptr + kv_head * stride_nvh + entry[:, None] * stride_nvs
-            k = tl.load(k_rows + dim[None, :], mask=in_block, other=0.0)
-            v = tl.load(v_rows + dim[None, :], mask=in_block, other=0.0)
+            k = load_key_tile(node_keys_ptr + kv_head * stride_nkh, stride_nks, entry, dim, exists, HEAD_DIM)
+            v = load_key_tile(node_values_ptr + kv_head * stride_nvh, stride_nvs, entry, dim, exists, HEAD_DIM)
             in_mask = in_rows[:, None] & exists[None, :]
             visible = tl.load(mask_ptr + (mask_row + length)[:, None] + node[None, :], mask=in_mask, other=0) != 0
             row_max, row_sum, acc = _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2)
@@ -126,9 +117,8 @@ def _paged_parts_kernel(
     part_row = ((part * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
     part_row = (part_row * kv_heads + kv_head) * group + row % group
     tl.store(lse_ptr + part_row, row_max + tl.log2(divisor), mask=in_rows)
-    tl.store(
-        out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_rows[:, None] & in_dim
-    )
+    in_tile = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
 
 
 # out = sum_p 2^(lse_p - m) * out_p / sum_p 2^(lse_p - m), m = max_p lse_p. One program takes one query row.
@@ -189,12 +179,7 @@ def paged_attention(
         *(node_keys, node_values, mask.view(torch.uint8), mask_starts, outs, lses),
         *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
         *(scale * LOG2_E, kv_heads, group, group * nodes, nodes, num_parts),
-        HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=padded_dim(head_dim),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(head_dim),
     )
     _merge_parts_kernel[(batch * nodes * heads,)](
         *(outs, lses, out, batch * nodes * heads, parts),

@@ -17,7 +17,6 @@ from longspec.kernels.triton.attention_tiles import (
     check_layout,
     load_block,
     load_query_tile,
-    padded_dim,
     share_begin,
 )
 from longspec.kernels.triton.overlap import overlap_options
@@ -144,13 +143,8 @@ def prefix_attention(
         kv_heads,
         group,
         group * nodes,
-        HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=padded_dim(head_dim),
         OVERLAP=overlap,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **tiles.options(head_dim),
         **overlap_options(overlap),
     )
     return PrefixParts(out.transpose(2, 3), lse.transpose(2, 3), tiles.block_n, overlap)

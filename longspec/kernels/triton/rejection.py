@@ -22,12 +22,12 @@ BLOCK = 8192
 """Tokens that the walking program reads at a time."""
 RESIDUAL_BLOCK = 2048
 """Tokens per program of the residual kernel."""
-LARGEST_FACTOR = 2.0**100
+LARGEST_FACTOR = tl.constexpr(2.0**100)
 """Largest factor by which q is scaled in one step; the inverse of a denormal mass overflows fp32."""
 
 
 @triton.jit
-def _residual(p, q, ratio, unit, LARGEST_FACTOR: tl.constexpr):
+def _residual(p, q, ratio, unit):
     """(p - ratio * q)+ in fp32, as (p - (ratio * unit) * (q / unit))+.
 
     unit is the mass at the last change of the ratio, so that ratio * unit is of normal size where q is denormal. The
@@ -40,7 +40,7 @@ def _residual(p, q, ratio, unit, LARGEST_FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _sums(p_row, q_row, ratio, unit, vocab, BLOCK: tl.constexpr, LARGEST_FACTOR: tl.constexpr):
+def _sums(p_row, q_row, ratio, unit, vocab, BLOCK: tl.constexpr):
     """sum (p - ratio * q)+ and sum q over the vocabulary, fp64 scalars."""
     total = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -48,7 +48,7 @@ def _sums(p_row, q_row, ratio, unit, vocab, BLOCK: tl.constexpr, LARGEST_FACTOR:
         token = start + tl.arange(0, BLOCK)
         p = tl.load(p_row + token, mask=token < vocab, other=0.0)
         q = tl.load(q_row + token, mask=token < vocab, other=0.0)
-        total += _residual(p, q, ratio, unit, LARGEST_FACTOR)
+        total += _residual(p, q, ratio, unit)
         mass += q
     return tl.sum(total, 0).to(tl.float64), tl.sum(mass, 0).to(tl.float64)
 
@@ -81,7 +81,6 @@ def _rejection_kernel(
     SOME_CERTAIN: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    LARGEST_FACTOR: tl.constexpr,
 ):
     # p_row and q_row point to the distributions at the current node and move down the path with it.
     batch = tl.program_id(0).to(tl.int64)
@@ -123,7 +122,7 @@ def _rejection_kernel(
                 tl.store(q_row + token, 0.0)
                 tl.debug_barrier()  # all threads must read these zeros, which one of them writes
                 new_ratio = ratio + increase
-                new_total, new_mass = _sums(p_row, q_row, new_ratio, mass, vocab, BLOCK, LARGEST_FACTOR)
+                new_total, new_mass = _sums(p_row, q_row, new_ratio, mass, vocab, BLOCK)
                 # Rounding can leave nothing where p and q agree; a rejection there has probability zero.
                 changed = new_total > 0.0
                 ratio = tl.where(changed, new_ratio, ratio)
@@ -154,7 +153,6 @@ def _residual_kernel(
     DEPTH: tl.constexpr,
     OWN_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    LARGEST_FACTOR: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -166,7 +164,7 @@ def _residual_kernel(
     q_row = q_ptr + (batch * inner_nodes + q_number) * vocab
     p = tl.load(p_row + token, mask=token < vocab, other=0.0)
     q = tl.load(q_row + token, mask=token < vocab, other=0.0)
-    residual = _residual(p, q, ratio, unit, LARGEST_FACTOR)
+    residual = _residual(p, q, ratio, unit)
     tl.store(residual_ptr + batch * vocab + token, residual, mask=token < vocab)
 
 
@@ -200,7 +198,6 @@ def reject_children(
         SOME_CERTAIN=certain is not None,
         BLOCK_D=triton.next_power_of_2(depth + 1),
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
-        LARGEST_FACTOR=LARGEST_FACTOR,
         num_warps=8 if vocab > BLOCK else 4,
     )
 
@@ -211,6 +208,5 @@ def reject_children(
         DEPTH=depth,
         OWN_ROWS=q_rows is not None,
         BLOCK=RESIDUAL_BLOCK,
-        LARGEST_FACTOR=LARGEST_FACTOR,
     )
     return path, count, residual

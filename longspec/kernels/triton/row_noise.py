@@ -9,17 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.shared.split_mix import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
+from longspec.kernels.torch.row_noise import FIRST_FACTOR, GAMMA, SECOND_FACTOR, stream_offset
 
 BLOCK = 1024
 """Numbers per program."""
+_GAMMA, _FIRST, _SECOND = tl.constexpr(GAMMA), tl.constexpr(FIRST_FACTOR), tl.constexpr(SECOND_FACTOR)
 
 
 @triton.jit
-def _mix(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def _mix(x):
     """The finalizer of SplitMix64, x uint64."""
-    x = (x ^ (x >> 30)) * tl.full((), FIRST, tl.uint64)
-    x = (x ^ (x >> 27)) * tl.full((), SECOND, tl.uint64)
+    x = (x ^ (x >> 30)) * tl.full((), _FIRST, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), _SECOND, tl.uint64)
     return x ^ (x >> 31)
 
 
@@ -35,21 +36,18 @@ def _noise_kernel(
     stream_offset,
     first,
     size,
-    GAMMA: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
     EXPONENTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # Dimension 0 of a grid is the one that may exceed 65,535.
     row = tl.program_id(1).to(tl.int64)
-    gamma = tl.full((), GAMMA, tl.uint64)
+    gamma = tl.full((), _GAMMA, tl.uint64)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     position = tl.load(positions_ptr + row).to(tl.uint64)
-    key = _mix(_mix(seed, FIRST, SECOND) + (position + 1) * gamma, FIRST, SECOND)
-    key = _mix(key + stream_offset.to(tl.uint64, bitcast=True), FIRST, SECOND)
+    key = _mix(_mix(seed) + (position + 1) * gamma)
+    key = _mix(key + stream_offset.to(tl.uint64, bitcast=True))
     number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = _mix(key + (first + number + 1).to(tl.uint64) * gamma, FIRST, SECOND)
+    bits = _mix(key + (first + number + 1).to(tl.uint64) * gamma)
     if EXPONENTIAL:
         middle = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
         value = -tl.log(middle)
@@ -73,9 +71,6 @@ def row_noise(
         stream_offset(stream),
         first,
         size,
-        GAMMA=GAMMA,
-        FIRST=FIRST_FACTOR,
-        SECOND=SECOND_FACTOR,
         EXPONENTIAL=constant is not None,
         BLOCK=BLOCK,
     )

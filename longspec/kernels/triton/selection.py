@@ -7,7 +7,9 @@ selected value enough, and the order of equal values certain.
 import triton
 import triton.language as tl
 
-from longspec.kernels.triton.logit_statistics import load_keys
+from longspec.kernels.triton.logit_statistics import SUB, load_keys
+
+_SUB = tl.constexpr(SUB)
 
 
 @triton.jit
@@ -125,7 +127,6 @@ def select_children(
     inverse,
     vocab,
     WIDTH: tl.constexpr,
-    SUB: tl.constexpr,
     HAS_NOISE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -133,7 +134,7 @@ def select_children(
 
     inverse: 1 / temperature. Entries without a continuation have the priority -inf.
     """
-    column = sub_number[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    column = sub_number[:, None] * _SUB + tl.arange(0, _SUB)[None, :]
     possible = sub_exists[:, None] & (column < vocab)
     offsets = (first_row + sub_parent)[:, None] * vocab + column
     _, keys = load_keys(logits_ptr, noise_ptr, offsets, possible, inverse, HAS_NOISE)
@@ -146,6 +147,6 @@ def select_children(
         HAS_NOISE,
     )
     priority = tl.where(possible, priority, float("-inf"))
-    child_priority, index = largest(tl.reshape(priority, [BLOCK_W * SUB]), WIDTH, BLOCK_W)
-    token = pick(sub_number, index // SUB) * SUB + index % SUB
-    return pick(sub_parent, index // SUB), token, child_priority
+    child_priority, index = largest(tl.reshape(priority, [BLOCK_W * _SUB]), WIDTH, BLOCK_W)
+    token = pick(sub_number, index // _SUB) * _SUB + index % _SUB
+    return pick(sub_parent, index // _SUB), token, child_priority

@@ -144,9 +144,7 @@ def _token_attention_kernel(
         in_rows,
         dim,
         HEAD_DIM,
-        BLOCK_M,
         BLOCK_N,
-        BLOCK_D,
         0,
         0,
     )

@@ -1,6 +1,7 @@
-"""Attention to the tree under its mask and to the slots that the prefix kernel leaves over, merged with its parts.
+"""Attention to a tree under its mask and to the slots before it: the end of a prefix, or the draft's ring buffer.
 
-(LongSpec, arXiv 2502.17421: hybrid tree attention, whose tree part and merge this fuses.)
+What the prefix kernel leaves over is merged with its parts. (LongSpec, arXiv 2502.17421: hybrid tree attention, whose
+tree part and merge this fuses.)
 """
 
 import torch
@@ -9,13 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PrefixParts
-from longspec.kernels.triton.attention_tiles import (
-    LOG2_E,
-    check_layout,
-    load_query_tile,
-    padded_dim,
-    tree_attention_tiles,
-)
+from longspec.kernels.shared.device import describe_gpu
+from longspec.kernels.triton.attention_tiles import LOG2_E, check_layout, load_query_tile, tree_attention_tiles
 from longspec.kernels.triton.online_softmax import attend_to_slots, finite
 from longspec.kernels.triton.overlap import overlap_options
 
@@ -65,8 +61,9 @@ def merge_parts(
 
 
 # out = attention to the slots from the last whole block of the prefix on and to the tree, merged with PARTS states of
-# attention to the slots before. One program takes BLOCK_M query rows of one KV head.
-@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows"])
+# attention to the slots before. With WINDOW, attention to a ring buffer of slots in the draft's window and to the tree
+# after it. One program takes BLOCK_M query rows of one KV head.
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "slots", "level"])
 def _tree_attention_kernel(
     q_ptr,
     k_ptr,
@@ -103,11 +100,14 @@ def _tree_attention_kernel(
     kv_heads,
     group,
     num_rows,
+    slots,
+    level,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TREE_NODES: tl.constexpr,
+    WINDOW: tl.constexpr,
     PREFIX_BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
@@ -115,6 +115,8 @@ def _tree_attention_kernel(
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+        if WINDOW:
+            tl.extra.cuda.gdc_wait()
     # Grid: tiles of query rows, sequences x KV heads. A row is a pair (node, query head of the group).
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -126,6 +128,14 @@ def _tree_attention_kernel(
     head = kv_head * group + row % group
 
     length = tl.load(lengths_ptr + batch).to(tl.int32)
+    if WINDOW:
+        # `slots` is a run-time value on purpose: where Triton 3.6 knows that the loop has one iteration, it drops the
+        # loop and with it the barrier between the write of a block to shared memory and its matrix product.
+        first = 0
+        tree_start = slots - TREE_NODES
+    else:
+        first = length // PREFIX_BLOCK * PREFIX_BLOCK
+        tree_start = length
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     out, row_sum, row_max = attend_to_slots(
         load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM),
@@ -135,19 +145,17 @@ def _tree_attention_kernel(
         stride_vs,
         mask_ptr + batch * stride_mb + node * stride_mq,
         stride_mk,
-        length // PREFIX_BLOCK * PREFIX_BLOCK,
+        first,
+        tree_start,
         length,
-        length,
-        0,
+        level,
         scale_log2,
         in_rows,
         dim,
         HEAD_DIM,
-        BLOCK_M,
         BLOCK_N,
-        BLOCK_D,
         TREE_NODES,
-        0,
+        WINDOW,
     )
 
     if PARTS:
@@ -184,36 +192,7 @@ def prefix_and_tree_attention(
     Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for
     tensors of other layouts.
     """
-    check_layout(q, k, v)
-    batch, heads, nodes, head_dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
-    # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
-    out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
-    # A pointer argument that the kernel does not read is q.
-    outs, lses, block, overlap = (q, q, 1, False) if parts is None else parts
-    part_strides = (0,) * 8 if parts is None else (*outs.stride()[:4], *lses.stride())
-    num_parts = 0 if parts is None else len(outs)
-    mask, mask_strides = (q, (0, 0, 0)) if tree_mask is None else (tree_mask.view(torch.uint8), tree_mask.stride())
-    _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
-        *(q, k, v, lengths, mask, outs, lses, out),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *part_strides, *out.stride()[:3]),
-        *(scale * LOG2_E, kv_heads, group, group * nodes),
-        HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=padded_dim(head_dim),
-        TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
-        PREFIX_BLOCK=block,
-        PARTS=num_parts,
-        PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),
-        OVERLAP=overlap,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **overlap_options(overlap),
-    )
-    return out
+    return _launch(q, k, v, lengths, tree_mask, scale, shared_memory, parts is not None and parts.overlap, parts)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
@@ -224,3 +203,53 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     # All slots count as nodes of a tree after an empty prefix.
     no_prefix = torch.zeros(len(q), dtype=torch.int32, device=q.device)
     return prefix_and_tree_attention(q, k, v, no_prefix, mask, scale, None, shared_memory)
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
+) -> Tensor:
+    """See `DecodingAttention.window`. Dtypes, layout, result and errors as in `prefix_and_tree_attention`."""
+    window = k.shape[2] - tree_mask.shape[2]
+    overlap = describe_gpu(q.device).overlaps
+    return _launch(q, k, v, lengths, tree_mask, scale, shared_memory, overlap, window=window, level=level)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    tree_mask: Tensor | None,
+    scale: float,
+    shared_memory: int,
+    overlap: bool,
+    parts: PrefixParts | None = None,
+    window: int = 0,
+    level: int = 0,
+) -> Tensor:
+    check_layout(q, k, v)
+    batch, heads, nodes, head_dim = q.shape
+    kv_heads, slots = k.shape[1:3]
+    group = heads // kv_heads
+    # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
+    out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
+    # A pointer argument that the kernel does not read is q.
+    outs, lses, block, _ = (q, q, 1, False) if parts is None else parts
+    part_strides = (0,) * 8 if parts is None else (*outs.stride()[:4], *lses.stride())
+    num_parts = 0 if parts is None else len(outs)
+    mask, mask_strides = (q, (0, 0, 0)) if tree_mask is None else (tree_mask.view(torch.uint8), tree_mask.stride())
+    _tree_attention_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
+        *(q, k, v, lengths, mask, outs, lses, out),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *part_strides, *out.stride()[:3]),
+        *(scale * LOG2_E, kv_heads, group, group * nodes, slots, level),
+        TREE_NODES=0 if tree_mask is None else tree_mask.shape[2],
+        WINDOW=window,
+        PREFIX_BLOCK=block,
+        PARTS=num_parts,
+        PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),
+        OVERLAP=overlap,
+        **tiles.options(head_dim),
+        **overlap_options(overlap),
+    )
+    return out

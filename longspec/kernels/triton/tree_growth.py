@@ -13,7 +13,6 @@ from longspec.kernels.shared.tree import Draws, Tree
 from longspec.kernels.shared.watch import Watch, launch_arguments
 from longspec.kernels.torch import trees
 from longspec.kernels.triton.logit_statistics import (
-    CHUNK,
     SUB,
     inverse_temperature,
     logit_statistics,
@@ -76,8 +75,6 @@ def _grow_level_kernel(
     first_parent,
     first_child,
     WIDTH: tl.constexpr,
-    SUB: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_NOISE: tl.constexpr,
     IDS: tl.constexpr,
     WATCH: tl.constexpr,
@@ -103,7 +100,6 @@ def _grow_level_kernel(
                 inverse,
                 vocab,
                 chunks,
-                CHUNK,
                 BLOCK_C,
             )
             if IDS:
@@ -144,7 +140,6 @@ def _grow_level_kernel(
         inverse,
         vocab,
         WIDTH,
-        SUB,
         HAS_NOISE,
         BLOCK_W,
     )
@@ -216,8 +211,6 @@ def grow_level(
         temperature,
         *(vocab, subs, chunks, num_parents, nodes, above.start, above.stop),
         WIDTH=width,
-        SUB=SUB,
-        CHUNK=CHUNK,
         HAS_NOISE=noise is not None,
         IDS=ids is not None,
         WATCH=watch is not None,
