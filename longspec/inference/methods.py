@@ -83,7 +83,7 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     if drafting.method == "seq":
         return ChainDrafter(new_decoder(runner, batch, gamma), gamma, sampler)
     if drafting.method == "magicdec":
-        return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
+        return ChainDrafter(SparseTarget(runner, batch, gamma), gamma, sampler)
     if drafting.method == "lookup":
         return LookupDrafter(batch, gamma, runner.device)
     return NoDraft()

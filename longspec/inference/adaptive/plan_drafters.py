@@ -22,6 +22,7 @@ from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
 from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.methods import DEFAULT_GAMMA, Drafting
 from longspec.inference.runner import Runner
@@ -61,33 +62,14 @@ class PlanDrafter(WrappedDrafter):
         """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft that the plan's
         rounds feed, if any. whole: the drafter of all plans; the rounds of each plan pass on what its draft reads."""
         super().__init__(drafter)
-        self.history = history
-        self.draft = draft
-        self.whole = whole
+        self.parts = (history,) if draft is None else (history, draft)
         self.reads_hidden, self.layer_inputs = whole.reads_hidden, whole.layer_inputs
-
-    def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
-        draft = self.draft and self.draft.narrow(rows)
-        history = self.history.share(rows, sampler)
-        return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.whole)
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        self.history.feed(tokens, positions, valid)
-        if self.draft is not None:
-            self.draft.feed(tokens, positions, valid, states)
 
 
 class PlanDrafters(DraftState):
     """The drafter of an engine with several plans. It reads the prompts; each plan proposes with its own drafter."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        batch: int,
-        sampler: Sampler,
-        plans: Sequence[Plan],
-        drafting: Drafting,
-    ) -> None:
+    def __init__(self, runner: Runner, batch: int, sampler: Sampler, plans: Sequence[Plan], drafting: Drafting) -> None:
         self.plans = tuple(plans)
         self.nodes = max(plan.nodes for plan in self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
@@ -129,22 +111,16 @@ class PlanDrafters(DraftState):
         return part
 
     def reserve(self, capacity: int) -> None:
-        self.history.reserve(capacity)
-        if self.tree is not None:
-            self.tree.reserve(capacity)
-            assert self.tree.lookup is not None
+        super().reserve(capacity)
+        if self.tree is not None and self.tree.lookup is not None:
             self.tree.lookup.share_history(self.history.history)
 
-    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
-        if self.draft is not None:
-            self.draft.feed(tokens, positions, valid, states)
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.history.start(prompts, lengths)
-        if self.tree is not None:
-            self.tree.start(prompts, lengths)
+    @property
+    def parts(self) -> list[RowState]:  # type: ignore[override]
+        return [self.history] if self.tree is None else [self.history, self.tree]
 
     def row_states(self) -> list[Tensor]:
+        # The branches of the tree have the same history.
         return self.history.row_states() if self.tree is None else self.tree.row_states()
 
     def refill(self, lengths: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.tree import Branches, LookupState
@@ -88,7 +89,7 @@ class LookupDrafter(Drafter):
         return proposal
 
 
-class LookupBranches:
+class LookupBranches(RowState):
     """Continuations of earlier matches that join a tree as branches, with their probability estimated from the share of
     such continuations that were right so far in the row.
 
@@ -135,7 +136,7 @@ class LookupBranches:
         for values in (self.state.hits, self.state.trials, self.state.match_lengths):
             values.zero_()
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
         store_tokens(self.state.history, tokens, positions, valid)
 
     def row_states(self) -> list[Tensor]:

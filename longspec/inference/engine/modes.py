@@ -63,9 +63,6 @@ class SelectiveDrafter(WrappedDrafter):
         super().__init__(drafter)
         self.speculates = speculates
 
-    def share(self, rows: slice, sampler: Sampler) -> SelectiveDrafter:
-        return SelectiveDrafter(self.drafter.share(rows, sampler), self.speculates[rows])
-
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)
         return replace(proposal, parents=torch.where(self.speculates[:, None], proposal.parents, -1))
