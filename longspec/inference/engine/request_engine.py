@@ -5,15 +5,13 @@ It runs on the thread that calls `step`. The server's scheduler is a thread arou
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.inference import engine_pool
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
@@ -29,7 +27,7 @@ from longspec.inference.engine.admission import (
     slots_for,
 )
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
-from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
+from longspec.inference.engine.requests import OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import kernel_key
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
@@ -43,8 +41,6 @@ from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
 from longspec.models.target_split import rank_config
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,12 +89,8 @@ class RequestEngine:
         self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
         self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
-        self.waiting: deque[Ticket] = deque()
-        self.open: set[Ticket] = set()
-        """Tickets whose `Finished` was not sent."""
+        self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
         self._is_closed = False
-        self.on_finished: Callable[[], None] = lambda: None
-        """Called after each `Finished`."""
 
     def prepare(self, captures: bool = True, usual: Sampling | None = None) -> None:
         """Before the first request: measure the plans of method "auto", and capture what the usual requests need.
@@ -115,20 +107,19 @@ class RequestEngine:
         """Queue a request. Raises RequestTooLarge, and UserError for a malformed one."""
         check_request(request, self.model.config, self.longest)
         ticket = Ticket(request, on_event, time.perf_counter())
-        self.open.add(ticket)
+        self.clients.open.add(ticket)
         self.waiting.append(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request before its next round; one that has finished stays as it is."""
-        ticket.cancelled = True
-        self.worker.has_unwanted = True
+        self.clients.cancel(ticket)
 
     def step(self) -> bool:
         """Read a chunk of prompts, then play a round. Returns whether requests are left."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            self.worker.step(self.waiting, self._deliver)
-        return bool(self.open)
+            self.worker.step()
+        return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
         """Let the other ranks that share the target go on.
@@ -142,32 +133,6 @@ class RequestEngine:
                 if self.batch.pooled is not None:
                     self.batch.retire()
             end_calls()
-
-    def end_all(self, reason: FinishReason, message: str) -> None:
-        """End every request, without touching the device."""
-        self.waiting.clear()
-        self.worker.end_all(reason, message)
-        # Every open request gets exactly one `Finished`.
-        ended = {ticket for ticket, event in self.worker.outbox if isinstance(event, Finished)}
-        for ticket in self.open - ended:  # in the queue, or taken from it when the engine failed
-            self.worker.refuse(ticket, reason, message)
-        self._deliver()
-
-    def _deliver(self) -> None:
-        """Send the events of the outbox. A failing `on_event` ends its own request alone."""
-        outbox = self.worker.outbox.copy()
-        self.worker.outbox.clear()
-        for ticket, event in outbox:
-            try:
-                ticket.on_event(event)
-            except Exception as error:  # it is the client's code
-                logger.exception("on_event failed")
-                ticket.failure = f"on_event failed: {first_line(error)}"
-                self.worker.has_unwanted = True
-            if isinstance(event, Finished):
-                ticket.done = True
-                self.open.remove(ticket)
-                self.on_finished()
 
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:

@@ -8,39 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.engine.requests import Ticket, Timings
-
-
-@dataclass
-class Running:
-    """A request that has a row."""
-
-    ticket: Ticket
-    prompt: np.ndarray
-    """int64 [P]."""
-    first_token: float = 0.0
-    """time.perf_counter(), as the other times."""
-    last_token: float = 0.0
-    reads_alone: bool = False
-    """Whether a pass with other rows has failed."""
-    root: int | None = None
-    """The newest token; None during prefill."""
-    new_tokens: int = 0
-    rounds: int = 0
-    trace: LookupTrace | None = None
-    """The text of a row that speculates, for the controller of "auto"."""
-
-    @property
-    def timings(self) -> Timings:
-        """Times of the request, once it has ended."""
-        submitted = self.ticket.submitted
-        return Timings(
-            queue_s=self.ticket.started - submitted,
-            ttft_s=self.first_token - submitted if self.new_tokens else 0.0,
-            decode_s=self.last_token - self.first_token,
-            rounds=self.rounds,
-        )
+from longspec.inference.engine.requests import Ticket
 
 
 @dataclass(eq=False)
@@ -52,14 +20,20 @@ class Row:
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
-    job: Running | None = None
+    job: Ticket | None = None
     window_is_stale: bool = False
     """Whether the draft's window lacks tokens, because plans without the draft were played."""
 
     @property
+    def ticket(self) -> Ticket:
+        """The request of a busy row."""
+        assert self.job is not None
+        return self.job
+
+    @property
     def unread(self) -> int:
-        """Number of prompt tokens that were not read."""
-        return 0 if self.job is None else len(self.job.prompt) - len(self.tokens)
+        """Number of prompt tokens that a busy row has not read."""
+        return len(self.ticket.prompt) - len(self.tokens)
 
 
 class Rows:

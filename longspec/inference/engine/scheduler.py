@@ -57,7 +57,7 @@ class Scheduler:
         attention = chosen_attention("auto", deterministic)
         settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk, attention=attention)
         self.engine = RequestEngine(model, settings)
-        self.engine.on_finished = self._note_finished
+        self.engine.clients.on_finished = self._note_change
         self.batch, self._worker = self.engine.batch, self.engine.worker
         self.longest = self.engine.longest
         """Most tokens of a prompt and its answer together."""
@@ -103,7 +103,7 @@ class Scheduler:
         """Take no more requests and wait for the others, `timeout` seconds at most; whether all have finished."""
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not self.engine.open, timeout)
+            return self._changed.wait_for(lambda: not self.engine.clients.open, timeout)
 
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
@@ -132,9 +132,8 @@ class Scheduler:
         """The engine's thread."""
         try:
             self.engine.prepare(usual=self._usual)
-            with self._changed:
-                self._ready = True
-                self._changed.notify_all()
+            self._ready = True
+            self._note_change()
             while self._wait_for_work():
                 self.engine.step()
             self._end_all("cancelled", "")
@@ -147,16 +146,15 @@ class Scheduler:
     def _wait_for_work(self) -> bool:
         """Wait for a request or the end; False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.engine.open)
+            self._changed.wait_for(lambda: self._closing or self.engine.clients.open)
             return not self._closing
 
-    def _note_finished(self) -> None:
+    def _note_change(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
         with self._changed:
             self._draining = True
-        self.engine.end_all(reason, message)
-        with self._changed:
-            self._changed.notify_all()
+        self._worker.end_all(reason, message)
+        self._note_change()
