@@ -16,9 +16,8 @@ from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.clients import Clients
 from longspec.inference.engine.intake import LEAST_SHARED, Intake, Outcome
 from longspec.inference.engine.requests import FinishReason, Tokens, Tree, round_origins
-from longspec.inference.engine.roster import Roster
 from longspec.inference.engine.round_record import Flight, RowRound, read_scores
-from longspec.inference.engine.rows import Row, Rows
+from longspec.inference.engine.rows import Roster, Row, Rows
 
 
 class Worker:
