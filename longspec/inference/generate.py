@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from longspec.errors import UserError
-from longspec.inference.answering import Listener, answer_all, answer_together
+from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import (
     check_rows,
     check_sampling,
@@ -174,10 +174,7 @@ def generate(
         return None
 
     listener = Listener(take, in_blocks=stream is None and is_last is None)
-    if batch_size is None:
-        stats = answer_together(model, drafting, requests, listener, attention, compile)
-    else:
-        stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
+    stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
     return _output(rows, answers, pad_id, device, stats)
 
 

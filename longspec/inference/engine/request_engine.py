@@ -141,48 +141,51 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
     The batch has room for `longest` tokens per row, rounded up.
     """
     runner = make_runner(model, settings.attention, settings.compile)
-    make = _whole if settings.together else _fit
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:
-            return make(runner, settings, None)
+            return _new_batch(runner, settings, None)
         room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
         kernels = kernel_key(runner, settings.drafting, settings.kinds[0], settings.max_rows, room)
         kind = engine_pool.batch_kind(kernels, runner), settings.together
         if (batch := engine_pool.borrow(kind, room, runner)) is not None:
             return batch
-        return make(runner, replace(settings, longest=room), kind)
+        settings = replace(settings, longest=room)
+        return engine_pool.with_released_memory(model, lambda: _new_batch(runner, settings, kind))
 
 
-def _whole(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
-    """A batch for requests that start together. kind: its key in the pool."""
-
-    def build() -> Batch:
-        drafter = new_drafter(runner, settings.drafting, 1, GREEDY, is_served=False)
-        rows = settings.max_rows if _shares(drafter) else 1
-        assert settings.longest is not None
-        capacity = slots_for(settings.longest, drafter.depth, drafter.nodes)
-        pooled = _pooled(runner, settings, kind, drafter)
-        return Batch(runner, settings.drafting, rows, capacity, 1, settings.kinds, False, pooled)
-
-    return engine_pool.with_released_memory(runner.model, build)
-
-
-def _fit(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
-    """A batch whose rows fit into the memory. kind: its key in the pool; None for a batch that is not kept."""
-    model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
-    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served=len(settings.kinds) > 1)
-    if not _shares(drafter) and len(settings.kinds) > 1:
+def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
+    """kind: the batch's key in the pool; None for a batch that is not kept."""
+    drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
+    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served)
+    # Whether one row can start after another. A drafting method of the user's own need not support it.
+    shares = type(drafter).share is not DraftState.share
+    if not shares and is_served:
         raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
+    rows = settings.max_rows if shares else 1
+    if settings.together:
+        capacity = slots_for(room, drafter.depth, drafter.nodes)
+    else:
+        rows, capacity = _fitting(runner, settings, rows, drafter.nodes)
+    pooled = None
+    if kind is not None:
+        size = settings.max_rows * row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
+        size += head_bytes(runner.config, runner.dtype, list_length(runner.model, drafting), settings.max_rows)
+        pooled = engine_pool.Pooled(kind, room, size, settings.together)
+    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+
+
+def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) -> tuple[int, int]:
+    """Rows, at most `most`, and slots per row that fit into the memory. nodes: read per round and row."""
+    model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
-    most = settings.max_rows if _shares(drafter) else 1
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
     fixed += chunk_bytes(config, dtype, settings.prefill_chunk)
     room = position_limit(config) if longest is None else longest
-    draft = new_decoder(runner, 1, drafter.nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
+    draft = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
 
     def fitting(memory: int) -> int:
-        return most if longest is None else fitting_rows(config, dtype, room, drafter.nodes, memory - fixed, draft)
+        return most if longest is None else fitting_rows(config, dtype, room, nodes, memory - fixed, draft)
 
     memory = settings.memory or _free_memory(runner)
     if longest is None or fitting(memory) < most:
@@ -191,27 +194,12 @@ def _fit(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
             torch.cuda.empty_cache()
         memory = settings.memory or _free_memory(runner)
     rows = min(most, fitting(memory))
-    capacity = row_capacity(config, dtype, rows, drafter.nodes, memory, fixed, room, draft)
-    pooled = None if kind is None else _pooled(runner, settings, kind, drafter)
-    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+    return rows, row_capacity(config, dtype, rows, nodes, memory, fixed, room, draft)
 
 
 def _free_memory(runner: Runner) -> int:
     """Bytes that a batch may take."""
     return least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
-
-
-def _pooled(runner: Runner, settings: EngineSettings, kind: Hashable, drafter: DraftState) -> engine_pool.Pooled:
-    """What the pool knows of a batch."""
-    config, dtype, rows, room = runner.config, runner.dtype, settings.max_rows, settings.longest or 0
-    size = rows * row_bytes(config, dtype, room + drafter.depth, drafter.nodes)
-    size += head_bytes(config, dtype, list_length(runner.model, settings.drafting), rows)
-    return engine_pool.Pooled(kind, room, size, settings.together)
-
-
-def _shares(drafter: DraftState) -> bool:
-    """Whether one row can start after another. A drafting method of the user's own need not support it."""
-    return type(drafter).share is not DraftState.share
 
 
 def check_positive(**values: int) -> None:
