@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
+from longspec.inference.options import check_filter
 from longspec.inference.token_options import is_integer, is_real
 from longspec.kernels import DETERMINISTIC
 from longspec.models.draft_layer import check_window
@@ -173,8 +174,8 @@ def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
         raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
-    """Raise UserError for sampling settings of a wrong type or outside their range."""
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int, **filters: float) -> None:
+    """Raise UserError for sampling settings of a wrong type or outside their range. filters: see `check_filter`."""
     _check_integer("max_new_tokens", max_new_tokens, 1)
     _check_integer("top_k", top_k, 0)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
@@ -185,6 +186,8 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
         raise UserError(f"temperature: {temperature}; it must be 0 (greedy) or {valid}")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
+    for name, value in filters.items():
+        check_filter(name, value)
 
 
 def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:

@@ -12,7 +12,7 @@ from longspec.inference.adaptive.plans import (
     CPU_WIDTH,
     LOOKUPS,
     MOST_NODES,
-    SERVED_LOOKUP,
+    SERVED_LOOKUPS,
     SERVED_TREES,
     TREES,
     VANILLA,
@@ -29,30 +29,19 @@ from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
 
-def plans_for(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
-    """The plans of a target with trees of this shape and lookup branches, or without a draft."""
-    return (VANILLA, *_lookup_plans(LOOKUPS, drafting), *_tree_plans(CPU_TREES if on_cpu else TREES, drafting))
-
-
-def served_plans(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
-    """The plans of a server."""
-    trees = _tree_plans(CPU_TREES if on_cpu else SERVED_TREES, drafting)
-    return (VANILLA, *_lookup_plans((SERVED_LOOKUP,), drafting), *trees)
-
-
-def _lookup_plans(usual: tuple[Plan, ...], drafting: Drafting) -> tuple[Plan, ...]:
-    """The chains of prompt lookup: those of `gamma` tokens if it is not the default, else the usual ones."""
-    return usual if drafting.gamma == DEFAULT_GAMMA else (Plan("lookup", drafting.gamma + 1),)
-
-
-def _tree_plans(trees: Sequence[tuple[int, int | None]], drafting: Drafting) -> list[Plan]:
-    """The plans of trees, which are given as in `plans.TREES`, from the smallest to the largest."""
+def plans_for(drafting: Drafting, on_cpu: bool, is_served: bool = False) -> tuple[Plan, ...]:
+    """The plans of a target, of which a server has fewer: vanilla, lookup, and trees from the smallest to the largest
+    if there is a draft."""
+    lookups, trees = (SERVED_LOOKUPS, SERVED_TREES) if is_served else (LOOKUPS, TREES)
+    if drafting.gamma != DEFAULT_GAMMA:
+        lookups = (Plan("lookup", drafting.gamma + 1),)
     if not drafting.has_draft:
-        return []
+        return (VANILLA, *lookups)
     # A small shape is the same tree under several budgets.
-    shapes = [(nodes, drafting.tree_shape[:levels]) for nodes, levels in trees]
+    shapes = [(nodes, drafting.tree_shape[:levels]) for nodes, levels in (CPU_TREES if on_cpu else trees)]
     most = drafting.tree_nodes or MOST_NODES
-    return sorted({Plan("tree", min(nodes, most, 1 + sum(shape)), len(shape)) for nodes, shape in shapes})
+    budgets = {Plan("tree", min(nodes, most, 1 + sum(shape)), len(shape)) for nodes, shape in shapes}
+    return (VANILLA, *lookups, *sorted(budgets))
 
 
 class PlanDrafter(WrappedDrafter):

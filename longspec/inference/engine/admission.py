@@ -10,7 +10,7 @@ from longspec.inference.arguments import check_sampling, check_seed
 from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.engine.rounds import CAPACITY_STEP
 from longspec.inference.memory import slot_bytes
-from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.request import FILTERS
 from longspec.inference.token_options import check_penalties
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import position_limit
@@ -84,9 +84,7 @@ def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: 
 def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
     """Raise RequestTooLarge for a request of more than `limit` tokens, UserError if it is malformed."""
     sampling = request.sampling
-    check_sampling(request.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k)
-    for name in FILTER_OPTIONS:
-        check_filter(name, getattr(sampling, name))
+    check_sampling(request.max_new_tokens, sampling.temperature, **{name: getattr(sampling, name) for name in FILTERS})
     check_penalties(sampling, config.vocab_size)
     check_seed(sampling.seed)
     if not request.prompt:

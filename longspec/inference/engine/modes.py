@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, DraftState, Proposal, WrappedDrafter
@@ -48,7 +48,7 @@ def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler,
     rounds exist for several batch sizes and ways to sample."""
     if drafting.method != AUTO:
         return make_drafter(drafting, runner, rows, sampler)
-    plans = (served_plans if is_served else plans_for)(drafting, runner.device.type == "cpu")
+    plans = plans_for(drafting, runner.device.type == "cpu", is_served)
     return PlanDrafters(runner, rows, sampler, plans, drafting)
 
 
