@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria
 
 from longspec.errors import UserError
@@ -199,7 +200,7 @@ def _output(
     """Rows end at different lengths; each output is its prompt without padding and its new tokens."""
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, stats)
+    return GenerationOutput(pad_sequence(sequences, batch_first=True, padding_value=pad_id), new_tokens, stats)
 
 
 @cache
@@ -227,8 +228,3 @@ def _stops(
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
 
     return stops
-
-
-def _pad_right(rows: Sequence[Tensor], pad_id: int) -> Tensor:
-    """Rows LongTensor [length] -> LongTensor [B, longest]."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_id)
