@@ -174,7 +174,8 @@ class Intake:
         ticket.started, ticket.cached_prompt_tokens = time.perf_counter(), cached
         if self.controller is not None and request.speculate:
             ticket.trace = self.controller.new_trace()
-            ticket.trace.read(prompt[:cached])
+            if cached:
+                ticket.trace.read(prompt[:cached])
         self.clients.counts.prompt_tokens += len(request.prompt)
         self.clients.counts.cached_prompt_tokens += cached
         return row
