@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ Round = Callable[[Tensor], RoundResult]
 """`Rounds.round`, or a captured one."""
 
 
+@dataclass(eq=False)
 class Rounds:
     """Decoding rounds of a ragged batch whose prompts are in the cache.
 
@@ -68,22 +70,17 @@ class Rounds:
     round changes in place, so that a round can be captured as a CUDA graph and replayed.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        drafter: Drafter,
-        sampler: Sampler,
-        cache: TargetCache,
-        root: Tensor,
-        report: Report = PLAIN,
-    ) -> None:
-        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]. sampler: the target's."""
-        self.runner = runner
-        self.drafter = drafter
-        self.sampler = sampler.on(runner.backend)
-        self.cache = cache
-        self.root = root
-        self.report = report
+    runner: Runner
+    drafter: Drafter
+    sampler: Sampler
+    """The target's."""
+    cache: TargetCache
+    root: Tensor
+    """LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+    report: Report = PLAIN
+
+    def __post_init__(self) -> None:
+        self.sampler = self.sampler.on(self.runner.backend)
 
     @property
     def capacity(self) -> int:
