@@ -149,7 +149,9 @@ def _decode(
     stopping_criteria: transformers', of which only time limits apply. decoding: arguments of `longspec.generate`.
     """
     timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
-    pad_token_id = _pad_token_id(generation_config)
+    # The pad token, else the first EOS as in transformers, else 0.
+    ids = next((i for i in (generation_config.pad_token_id, generation_config.eos_token_id) if i is not None), 0)
+    pad_token_id = int(torch.as_tensor(ids).flatten()[0])
     out = generate(
         own,
         input_ids,
@@ -207,9 +209,3 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
         "top_k": 0 if config.top_k is None else config.top_k,
     }
     return settings | {name: getattr(config, name) for name in FILTER_OPTIONS}
-
-
-def _pad_token_id(config: GenerationConfig) -> int:
-    """The id to pad finished rows with: the pad token, else the first EOS as in transformers, else 0."""
-    ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
-    return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])

@@ -118,14 +118,6 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return x * cos + rotate_half(x) * sin
 
 
-def _with_mlp_size(config: Any, width: int | None) -> Any:
-    if width is None:
-        return config
-    narrow = copy.copy(config)
-    narrow.intermediate_size = width
-    return narrow
-
-
 class _Attention(nn.Module):
     """Query and output projections; q, k and v have biases, o has none."""
 
@@ -183,7 +175,9 @@ class GlideDecoderLayer(Draft):
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)
-        self.mlp = type(self).mlp_class(_with_mlp_size(config, options.mlp_size))
+        mlp_config = copy.copy(config)
+        mlp_config.intermediate_size = options.mlp_size or config.intermediate_size
+        self.mlp = type(self).mlp_class(mlp_config)
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)

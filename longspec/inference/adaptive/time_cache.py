@@ -145,18 +145,14 @@ def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
     """Write a file of the cache atomically. On failure a warning is logged, and each process measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"key": key, "times": asdict(times), "expires": time.time() + _lifetime_s()}
+        # This process has a thread per core itself.
+        is_busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1
+        lifetime_s = BUSY_LIFETIME_S if is_busy else LIFETIME_S
+        content = {"key": key, "times": asdict(times), "expires": time.time() + lifetime_s}
         with replacing(path) as unfinished:
             unfinished.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         logger.warning("%s: the times of rounds are not kept (%s)", path, error)
-
-
-def _lifetime_s() -> float:
-    """Seconds for which times of rounds that were just measured are valid."""
-    # This process has a thread per core itself.
-    is_busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1
-    return BUSY_LIFETIME_S if is_busy else LIFETIME_S
 
 
 def forget_times() -> None:

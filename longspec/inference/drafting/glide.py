@@ -46,7 +46,8 @@ class GlideDraft(DraftDecoder):
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Fill the window with the last W tokens of each prompt, and the head; see `DraftDecoder.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
-        self.cache.clear()
+        self.cache.keys.zero_()
+        self.cache.values.zero_()
         self.refill(prompts, lengths)
         if self.head is not None:
             self.head.start(prompts, lengths)

@@ -137,7 +137,10 @@ class TreeDrafter(Drafter):
         """Grow a tree from the root, and select the nodes to be verified."""
         tree = self.tree
         tree.tokens[:, 0] = root
-        noise = self._noise()
+        noise = []
+        if self.q is not None:  # exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children
+            like = self.q[..., : self.draft.columns]
+            noise = self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
         watch, feature = cache.watch(Fault.DRAFT), self.draft.feature(cache)
         grow_level = self.runner.backend.grow_level
         terms = self.sampler.draft_terms(self.runner.config.vocab_size, self.draft.ids)
@@ -183,13 +186,6 @@ class TreeDrafter(Drafter):
             from_lookup=None if branches is None else selected.in_branch,
             ranks=selected.ranks,
         )
-
-    def _noise(self) -> list[Tensor]:
-        """Exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children. One launch draws it."""
-        if self.q is None:
-            return []
-        like = self.q[..., : self.draft.columns]
-        return self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
 
 
 def least_scores(nodes: int, lookup: LookupBranches) -> Tensor:

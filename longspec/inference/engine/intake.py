@@ -145,7 +145,12 @@ class Intake:
             admitted.append(row)
             self.reading.append(row)
         if admitted:
-            self._assign(admitted)
+            requests = [row.ticket.request for row in admitted]
+            samplings = [request.sampling for request in requests]
+            # Every row has a seed, so that its random numbers do not depend on the other rows.
+            seeds = [secrets.randbits(64) if sampling.seed is None else sampling.seed for sampling in samplings]
+            numbers, lengths = [row.number for row in admitted], [len(row.tokens) for row in admitted]
+            self.batch.assign(numbers, lengths, samplings, seeds, [request.speculate for request in requests])
 
     def _is_read(self, prompt: np.ndarray) -> bool:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
@@ -179,15 +184,6 @@ class Intake:
         self.clients.counts.prompt_tokens += len(request.prompt)
         self.clients.counts.cached_prompt_tokens += cached
         return row
-
-    def _assign(self, rows: list[Row]) -> None:
-        """Set what the batch needs to know of requests that have just got rows."""
-        requests = [row.ticket.request for row in rows]
-        samplings = [request.sampling for request in requests]
-        # Every row has a seed, so that its random numbers do not depend on the other rows.
-        seeds = [secrets.randbits(64) if sampling.seed is None else sampling.seed for sampling in samplings]
-        numbers, lengths = [row.number for row in rows], [len(row.tokens) for row in rows]
-        self.batch.assign(numbers, lengths, samplings, seeds, [request.speculate for request in requests])
 
     def _next_rows(self, budget: int) -> list[Row]:
         """The rows of the next pass: the first one whose prompt is read, and rows next to it that are as far."""

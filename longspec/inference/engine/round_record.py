@@ -162,7 +162,9 @@ def pack(
     marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
     columns = [counts[:, None], faults[:, None], tokens, marks]
     if report.details:
-        columns.append(_log_probabilities(logits, path, tokens, backend).double().view(torch.long))
+        chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
+        log_p = chosen - backend.log_sum_exp(logits).gather(1, path)  # of the emitted tokens, at temperature 1
+        columns.append(log_p.double().view(torch.long))
     if report.ranks:
         assert proposal.ranks is not None
         columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
@@ -171,9 +173,3 @@ def pack(
     if report.scores:
         token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
     return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
-
-
-def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor, backend: Backend) -> Tensor:
-    """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
-    chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
-    return chosen - backend.log_sum_exp(logits).gather(1, path)

@@ -74,7 +74,11 @@ class Rows:
         row = source = self.idle[0]
         length = 0
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
-        near = self._near(prompt[:-1])
+        least = self._least_shared
+        near: list[Row] = []
+        if least is not None and len(prompt) > least:
+            head = prompt[:least].tobytes()
+            near = [other for other in self._rows if other.tokens[:least].tobytes() == head]
         if near:
             lengths = {other.number: common_prefix(prompt[:-1], other.tokens) for other in near}
             # Among equal prefixes, take that of the row that loses least.
@@ -85,14 +89,6 @@ class Rows:
                 row = source
         self.idle.remove(row)
         return row, source, length
-
-    def _near(self, ids: np.ndarray) -> list[Row]:
-        """The rows that share enough tokens with a prompt to be of use."""
-        least = self._least_shared
-        if least is None or len(ids) < least:
-            return []
-        head = ids[:least].tobytes()
-        return [row for row in self._rows if row.tokens[:least].tobytes() == head]
 
     def release(self, row: Row) -> None:
         """Make a row idle; its tokens stay."""
