@@ -35,12 +35,12 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.engine.admission import slots_for
 from longspec.inference.engine.batch import Batch, Mode
 from longspec.inference.engine.requests import Request, Ticket
 from longspec.inference.engine.worker import Worker
 from longspec.inference.engine_pool import Pooled
 from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.memory import slots_for
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.request import Sampling

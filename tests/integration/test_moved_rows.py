@@ -12,9 +12,9 @@ from serving import SMALL, alone
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine import batch_rows
-from longspec.inference.engine.admission import longest_request
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
 from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.memory import longest_request
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7

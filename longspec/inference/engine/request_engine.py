@@ -13,25 +13,25 @@ import torch
 
 from longspec.errors import UserError
 from longspec.inference import engine_pool
+from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine.admission import (
-    SHARE,
-    check_request,
-    chunk_bytes,
-    fitting_rows,
-    longest_request,
-    row_capacity,
-    slots_for,
-)
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import kernel_key
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
-from longspec.inference.memory import row_bytes
+from longspec.inference.memory import (
+    SHARE,
+    chunk_bytes,
+    fitting_rows,
+    longest_request,
+    row_bytes,
+    row_capacity,
+    slots_for,
+)
 from longspec.inference.methods import Drafting, list_length, uses_draft
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
