@@ -19,10 +19,9 @@ from longspec.models.architectures import draft_class, published_draft
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
-from longspec.models.int8_storage import dequantized
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
-from longspec.models.weight_files import is_plain, read_metadata, read_weights
+from longspec.models.weight_files import dequantized, is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"

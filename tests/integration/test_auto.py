@@ -20,8 +20,8 @@ from longspec.inference import engine_pool
 from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
-from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
+from longspec.inference.adaptive.plan_drafters import CPU_WIDTH, PlanDrafters, plans_for
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.batch import Batch, Mode

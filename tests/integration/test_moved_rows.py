@@ -94,7 +94,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
 ) -> None:
     """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
     capacity = 256
-    monkeypatch.setattr("longspec.inference.engine.request_engine.row_capacity", lambda *_: capacity)
+    monkeypatch.setattr("longspec.inference.memory.row_capacity", lambda *_: capacity)
     model = pair(tmp_path, "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured

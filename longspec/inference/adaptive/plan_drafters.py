@@ -7,17 +7,7 @@ from copy import copy
 
 from torch import Tensor
 
-from longspec.inference.adaptive.plans import (
-    CPU_TREES,
-    CPU_WIDTH,
-    LOOKUPS,
-    MOST_NODES,
-    SERVED_LOOKUPS,
-    SERVED_TREES,
-    TREES,
-    VANILLA,
-    Plan,
-)
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
@@ -27,6 +17,20 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.methods import DEFAULT_GAMMA, Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+
+VANILLA = Plan("vanilla", 1)
+LOOKUPS: tuple[Plan, ...] = (Plan("lookup", 5), Plan("lookup", 16))
+"""Chains from prompt lookup of 4 and 15 tokens."""
+TREES: tuple[tuple[int, int | None], ...] = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
+"""Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
+CPU_TREES = ((6, 2), (12, 4))
+"""The trees on a CPU, where the time of a round soon grows with the number of nodes: one and two times the tokens that
+`kernels.native` multiplies at once."""
+CPU_WIDTH = 3
+"""Largest width of a level of these trees. Wider levels hardly add accepted tokens, but take longer."""
+SERVED_LOOKUPS, SERVED_TREES = LOOKUPS[-1:], ((16, 2), (32, 3), (32, None))
+"""The lookup plans and the trees of a server, which has rounds for several batch sizes and ways to sample."""
+MOST_NODES = max(nodes for nodes, _ in TREES)
 
 
 def plans_for(drafting: Drafting, on_cpu: bool, is_served: bool = False) -> tuple[Plan, ...]:

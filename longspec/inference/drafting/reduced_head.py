@@ -44,11 +44,6 @@ class ReducedHead:
         """[rows, C]: 0, and -inf for empty columns."""
 
     @property
-    def columns(self) -> int:
-        """C."""
-        return self.ids.shape[1]
-
-    @property
     def regions(self) -> Tensor:
         """The weights of the rows' own tokens, [rows, E, hidden]."""
         start = self.listed + self.first_row * self.extra
@@ -82,7 +77,7 @@ class ReducedHead:
         """hidden [B, n, hidden] -> logits [B, n, C]."""
         if len(self.ids) == 1 and self.first_row == 0:
             # The list and the first row's own tokens are adjacent: one product.
-            return self.runner.product(hidden, self.weight[: self.columns], self.bias[0])
+            return self.runner.product(hidden, self.weight[: self.ids.shape[1]], self.bias[0])
         listed = self.runner.product(hidden, self.weight[: self.listed])
         own = torch.baddbmm(self.bias[:, None, self.listed :], hidden, self.regions.transpose(1, 2))
         return torch.cat([listed, own], 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from longspec.errors import UserError
-from longspec.inference import engine_pool
+from longspec.inference import engine_pool, memory
 from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
@@ -23,15 +23,6 @@ from longspec.inference.engine.requests import OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import kernel_key
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
-from longspec.inference.memory import (
-    SHARE,
-    chunk_bytes,
-    fitting_rows,
-    longest_request,
-    row_bytes,
-    row_capacity,
-    slots_for,
-)
 from longspec.inference.methods import Drafting, list_length, uses_draft
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
@@ -87,7 +78,7 @@ class RequestEngine:
         self.batch = repeat_calls(_build, model, {"settings": settings})
         chunk = None if settings.together else settings.prefill_chunk
         self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
-        self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
+        self.longest = memory.longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
         self._is_closed = False
@@ -163,12 +154,12 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
         raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
     rows = settings.max_rows if shares else 1
     if settings.together:
-        capacity = slots_for(room, drafter.depth, drafter.nodes)
+        capacity = memory.slots_for(room, drafter.depth, drafter.nodes)
     else:
         rows, capacity = _fitting(runner, settings, rows, drafter.nodes)
     pooled = None
     if kind is not None:
-        size = settings.max_rows * row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
+        size = settings.max_rows * memory.row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
         size += head_bytes(runner.config, runner.dtype, list_length(runner.model, drafting), settings.max_rows)
         pooled = engine_pool.Pooled(kind, room, size, settings.together)
     return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
@@ -180,26 +171,26 @@ def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) ->
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
-    fixed += chunk_bytes(config, dtype, settings.prefill_chunk)
+    fixed += memory.chunk_bytes(config, dtype, settings.prefill_chunk)
     room = position_limit(config) if longest is None else longest
     draft = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
 
-    def fitting(memory: int) -> int:
-        return most if longest is None else fitting_rows(config, dtype, room, nodes, memory - fixed, draft)
+    def fitting(budget: int) -> int:
+        return most if longest is None else memory.fitting_rows(config, dtype, room, nodes, budget - fixed, draft)
 
-    memory = settings.memory or _free_memory(runner)
-    if longest is None or fitting(memory) < most:
+    budget = settings.memory or _free_memory(runner)
+    if longest is None or fitting(budget) < most:
         engine_pool.release(model)
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        memory = settings.memory or _free_memory(runner)
-    rows = min(most, fitting(memory))
-    return rows, row_capacity(config, dtype, rows, nodes, memory, fixed, room, draft)
+        budget = settings.memory or _free_memory(runner)
+    rows = min(most, fitting(budget))
+    return rows, memory.row_capacity(config, dtype, rows, nodes, budget, fixed, room, draft)
 
 
 def _free_memory(runner: Runner) -> int:
     """Bytes that a batch may take."""
-    return least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
+    return least_over_ranks(int(free_bytes(runner.device) * memory.SHARE), runner.device)
 
 
 def check_positive(**values: int) -> None:

@@ -134,7 +134,11 @@ class Scheduler:
             self.engine.prepare(usual=self._usual)
             self._ready = True
             self._note_change()
-            while self._wait_for_work():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self.engine.clients.open)
+                    if self._closing:
+                        break
                 self.engine.step()
             self._end_all("cancelled", "")
         except Exception as error:  # the engine is lost: every request learns it, and so does the health check
@@ -142,12 +146,6 @@ class Scheduler:
             with self._changed:
                 self._error = f"the engine failed: {first_line(error)}"
             self._end_all("error", self._error)
-
-    def _wait_for_work(self) -> bool:
-        """Wait for a request or the end; False at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.engine.clients.open)
-            return not self._closing
 
     def _note_change(self) -> None:
         with self._changed:

@@ -111,7 +111,11 @@ class Job:
         expiry = self._loop.call_at(self.deadline, self._events.put_nowait, None)
         try:
             while not all(choice.ended for choice in self.choices):
-                index, event = await self._next_event()
+                arrival = await self._events.get()
+                # Events that wait in the queue are not read after the deadline, either.
+                if arrival is None or self._loop.time() >= self.deadline:
+                    raise ApiError(504, "the request took longer than this server allows", code="timeout")
+                index, event = arrival
                 # The engine learns of a stop string a round late, and until then goes on sending tokens.
                 choice = self.choices[index]
                 if isinstance(event, PromptScores):
@@ -141,14 +145,6 @@ class Job:
     @property
     def new_tokens(self) -> int:
         return 0 if self.drops_answers else sum(choice.text.tokens for choice in self.choices)
-
-    async def _next_event(self) -> tuple[int, Event]:
-        """The next event in the order of arrival. Raises ApiError after the deadline."""
-        arrival = await self._events.get()
-        # Events that wait in the queue are not read after the deadline, either.
-        if arrival is None or self._loop.time() >= self.deadline:
-            raise ApiError(504, "the request took longer than this server allows", code="timeout")
-        return arrival
 
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
