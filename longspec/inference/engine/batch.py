@@ -22,10 +22,10 @@ from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
 from longspec.inference.methods import Drafting
 from longspec.inference.process_group import repeated
-from longspec.inference.request import Sampling, joined_penalties
+from longspec.inference.request import Sampling
 from longspec.inference.row_settings import served_penalties
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
+from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind, sampling_kind
 
 PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
@@ -135,11 +135,10 @@ class Batch(BatchRows):
         theirs."""
         if len(self.kinds) == 1:
             return self.kinds[0]
-        greedy = all(sampling.greedy for sampling in samplings)
-        filters = {name for sampling in samplings for name in sampling.filters}
-        kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if filters <= set(kind.filters))
-        joined = served_penalties if self.runner.capturable else joined_penalties
-        return kind._replace(penalties=joined(samplings))
+        needed = sampling_kind(samplings)
+        greedy = needed.rows == "greedy"
+        kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if {*needed.filters} <= {*kind.filters})
+        return kind._replace(penalties=served_penalties(samplings) if self.runner.capturable else needed.penalties)
 
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the rounds of all plans, in the batch's first kind, from the cache if it has them."""

@@ -20,7 +20,7 @@ from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
-from longspec.inference.engine.rounds import kernel_key
+from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import Drafting, list_length, uses_draft
@@ -136,7 +136,8 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
         if settings.longest is None:
             return _new_batch(runner, settings, None)
         room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
-        kernels = kernel_key(runner, settings.drafting, settings.kinds[0], settings.max_rows, room)
+        sizes = settings.max_rows, settings.max_rows, size_class(room)
+        kernels = KernelKey(runner.kind, settings.drafting, settings.kinds[0], *sizes)
         kind = engine_pool.batch_kind(kernels, runner), settings.together
         if (batch := engine_pool.borrow(kind, room, runner)) is not None:
             return batch

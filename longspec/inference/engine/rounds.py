@@ -41,21 +41,12 @@ class KernelKey(NamedTuple):
     """Rows of the cache: compaction runs over all of it."""
     size_class: int
     """Slots per row in steps of CAPACITY_STEP."""
-    report: Report
+    report: Report = PLAIN
 
 
-def kernel_key(
-    runner: Runner,
-    drafting: Hashable,
-    sampling: SamplingKind,
-    rows: int,
-    slots: int,
-    all_rows: int | None = None,
-    report: Report = PLAIN,
-) -> KernelKey:
-    """all_rows: None for as many as in a round. slots: per row."""
-    size_class = min(slots // CAPACITY_STEP, MOST_SIZE_CLASSES)
-    return KernelKey(runner.kind, drafting, sampling, rows, all_rows or rows, size_class, report)
+def size_class(slots: int) -> int:
+    """`KernelKey.size_class` of rows with this number of slots."""
+    return min(slots // CAPACITY_STEP, MOST_SIZE_CLASSES)
 
 
 Round = Callable[[Tensor], RoundResult]
@@ -90,8 +81,8 @@ class Rounds:
     @property
     def kind(self) -> KernelKey:
         """Equal for batches whose rounds launch the same kernels."""
-        rows, all_rows = len(self.root), self.cache.all_rows
-        return kernel_key(self.runner, self.drafter.kind, self.sampler.kind, rows, self.capacity, all_rows, self.report)
+        sizes = len(self.root), self.cache.all_rows, size_class(self.capacity)
+        return KernelKey(self.runner.kind, self.drafter.kind, self.sampler.kind, *sizes, self.report)
 
     def round(self, active: Tensor) -> RoundResult:
         """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their

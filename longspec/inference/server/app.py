@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspec.inference.engine.requests import Snapshot
 from longspec.inference.server.access import HostCheck, KeyCheck
 from longspec.inference.server.errors import ApiError, error_response, validation_error
 from longspec.inference.server.job import Delta, Engine, Job
@@ -40,18 +39,12 @@ LAST_EVENTS_S = 1.0
 """Time after a stream's deadline in which the client must read the events that end it."""
 
 
-class Scheduler(Engine, Protocol):
-    """The methods of the scheduler that the application needs."""
-
-    def snapshot(self) -> Snapshot: ...
-
-
 @dataclass(frozen=True)
 class Service:
     """State that the routes read."""
 
     model: ServedModel
-    scheduler: Scheduler
+    scheduler: Engine
     limits: Limits
     metrics: Metrics
     encoder: ThreadPoolExecutor
@@ -184,7 +177,7 @@ class CountedResponses:
 
 def build_app(
     model: ServedModel,
-    scheduler: Scheduler,
+    scheduler: Engine,
     limits: Limits,
     api_key: str | None = None,
     hosts: Sequence[str] = ("*",),

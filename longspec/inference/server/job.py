@@ -19,6 +19,7 @@ from longspec.inference.engine.requests import (
     QueueFull,
     Request,
     RequestTooLarge,
+    Snapshot,
     Ticket,
     Timings,
     Tokens,
@@ -33,11 +34,13 @@ RETRY_AFTER_S = 1
 
 
 class Engine(Protocol):
-    """The methods of the scheduler that a job needs."""
+    """The methods of the scheduler that the server needs."""
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket: ...
 
     def cancel(self, ticket: Ticket) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass
