@@ -117,9 +117,8 @@ class _Run:
                 self.tickets[number] = self._add(number)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            # Each kind of round is captured when it is first played, unless all rounds are of one kind.
             if any(self.requests[number].max_new_tokens > 1 for number in self.own):
-                engine.prepare(captures=engine.settings.together)
+                engine.prepare()
             before, prepared = time.perf_counter(), engine.batch.seconds_of_setup
             while engine.step() and self.failure is None:
                 if engine.waiting and self.listener.is_stopped():

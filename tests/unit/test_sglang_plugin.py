@@ -111,7 +111,7 @@ def test_each_level_has_the_logits_of_our_own_draft(
         expected = tree.draft.level(Level(tokens, None, number, first, padded), engine.cache, feature)
         actual = logits[number]
         if listed is not None:
-            expected = torch.stack([tree.draft.head.whole(expected[:, n]) for n in range(expected.shape[1])], 1)
+            expected = torch.stack([tree.draft.whole(expected[:, n]) for n in range(expected.shape[1])], 1)
             ids = torch.cat([listed.expand(2, -1), own_columns.own.clamp(min=0)], 1)[:, None].expand_as(actual)
             actual = torch.full_like(expected, -torch.inf).scatter_reduce_(2, ids, actual, "amax")
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-5)

@@ -107,4 +107,6 @@ class DraftDecoder(RowState):
         """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
         if self.ids is None:
             return logits
-        return logits.new_full((len(logits), self.runner.config.vocab_size), -torch.inf).scatter(1, self.ids, logits)
+        whole = logits.new_full((len(logits), self.runner.config.vocab_size), -torch.inf)
+        # The maximum, because columns without a token have the id of some other one, and the logit -inf.
+        return whole.scatter_reduce_(1, self.ids, logits, "amax")

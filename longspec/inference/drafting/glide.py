@@ -88,6 +88,3 @@ class GlideDraft(DraftDecoder):
         given = level.tokens, positions, self.cache, level.first, self_attend, cross_attends, feature
         hidden = self.runner.draft(*given)
         return self.runner.logits(hidden) if self.head is None else self.head.logits(hidden)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        return logits if self.head is None else self.head.whole(logits)

@@ -82,11 +82,6 @@ class ReducedHead:
         own = torch.baddbmm(self.bias[:, None, self.listed :], hidden, self.regions.transpose(1, 2))
         return torch.cat([listed, own], 2)
 
-    def whole(self, logits: Tensor) -> Tensor:
-        """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
-        # The maximum, because empty columns have the id of some other token.
-        return logits.new_full((len(logits), self.vocab), -torch.inf).scatter_reduce_(1, self.ids, logits, "amax")
-
 
 def extra_columns(vocab: int, listed: int, rows: int) -> int:
     """E of a batch of `rows` rows. listed: Vd."""

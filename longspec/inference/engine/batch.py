@@ -90,10 +90,8 @@ class Batch(BatchRows):
 
     @repeated
     def capture(self, usual: Sampling | None = None) -> None:
-        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty.
-
-        usual: settings of most requests, whose penalties the rounds have; None for no penalties.
-        """
+        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty. usual: see
+        `RequestEngine.prepare`."""
         if self.details:
             self.reader.capture()
         if not self.runner.capturable:

@@ -83,14 +83,14 @@ class RequestEngine:
         self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
         self._is_closed = False
 
-    def prepare(self, captures: bool = True, usual: Sampling | None = None) -> None:
-        """Before the first request: measure the plans of method "auto", and capture what the usual requests need.
+    def prepare(self, usual: Sampling | None = None) -> None:
+        """Before the first step: measure the plans of method "auto", and capture what the usual requests need, or what
+        all need if they start together. Otherwise each kind of round is captured when it is first played.
 
-        captures: if False, each kind of round is captured when it is first played. usual: settings of most requests,
-        whose penalties the captured rounds have.
+        usual: settings of most requests, whose penalties the captured rounds have.
         """
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            if captures:
+            if self.settings.together or self.settings.details:
                 self.batch.capture(usual)
             self.batch.measure()
 

@@ -44,13 +44,8 @@ class Scheduler:
         deterministic: bool = False,
         **drafting: Any,
     ) -> None:
-        """method, drafting: the fields of `Drafting`.
-
-        max_rows: requests that run at the same time; memory: bytes for their caches and passes, None takes 90% of the
-        free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
-        deterministic: as for `longspec.generate`.
-        Raises UserError.
-        """
+        """method, drafting: the fields of `Drafting`. max_rows, memory, prefill_chunk: see `EngineSettings`. max_queue:
+        requests that may wait. deterministic: as for `longspec.generate`. Raises UserError."""
         check_pair(model)
         checked = checked_drafting(model, Drafting(method, **drafting), allow_untrained_draft=False)
         check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
@@ -70,10 +65,8 @@ class Scheduler:
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
     def start(self, usual: Sampling | None = None) -> None:
-        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails.
-
-        usual: settings of most requests, whose penalties the captured rounds have.
-        """
+        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails. usual: see
+        `RequestEngine.prepare`."""
         self._usual = usual
         self._thread.start()
         with self._changed:

@@ -111,7 +111,7 @@ class EventStream(StreamingResponse):
                     yield server_sent_event(chunk)
         except ApiError as error:
             # The status line is sent already; clients of OpenAI's API read an error from the stream as well.
-            yield server_sent_event(self.replies.failure(error))
+            yield server_sent_event(error.body)
         else:
             for body in self.replies.closing(self.job):
                 yield server_sent_event(body)
