@@ -127,7 +127,7 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
             self.drafter.refill(self.cache.lengths)
             positions = torch.arange(max(0, length - 16), length) % 16
             torch.testing.assert_close(ring[:, :, positions], draft.cache.keys[:, :, positions])
-            assert self.drafter.history.history[0, :length].tolist() == (row.tolist() + tokens)[:length]
+            assert self.drafter.history.tokens[0, :length].tolist() == (row.tolist() + tokens)[:length]
             checked.append(length)
         return result
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.decoder import DraftDecoder
-from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
+from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
 from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
 from longspec.inference.drafting.row_state import RowState
 from longspec.inference.drafting.tree import TreeDrafter
@@ -51,7 +51,7 @@ def plans_for(drafting: Drafting, on_cpu: bool, is_served: bool = False) -> tupl
 class PlanDrafter(WrappedDrafter):
     """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
 
-    def __init__(self, drafter: Drafter, history: LookupDrafter, draft: DraftDecoder | None, whole: DraftState) -> None:
+    def __init__(self, drafter: Drafter, history: TokenHistory, draft: DraftDecoder | None, whole: DraftState) -> None:
         """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft that the plan's
         rounds feed, if any. whole: the drafter of all plans; the rounds of each plan pass on what its draft reads."""
         super().__init__(drafter)
@@ -66,12 +66,12 @@ class PlanDrafters(DraftState):
         self.plans = tuple(plans)
         self.nodes = max(plan.nodes for plan in self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
-        self.history = LookupDrafter(batch, self.depth, runner.device)
+        self.history = TokenHistory(batch, runner.device)
         self.draft: DraftDecoder | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
-            branches = LookupBranches(runner, batch, runner.model.draft_model.window - 1)
+            branches = LookupBranches(runner, self.history, runner.model.draft_model.window - 1)
             tree_shape = drafting.tree_shape
             if runner.device.type == "cpu":
                 tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]
@@ -88,7 +88,7 @@ class PlanDrafters(DraftState):
         # What the target computes at a token is gone after its round.
         draft = self.draft if self.layer_inputs else None
         if plan.kind == "lookup":
-            drafter = self.history.with_depth(plan.nodes - 1)
+            drafter = LookupDrafter(self.history, plan.nodes - 1)
         elif plan.kind == "tree":
             assert self.tree is not None
             drafter = self.tree.cut(plan.nodes, plan.levels)
@@ -97,25 +97,16 @@ class PlanDrafters(DraftState):
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
         part = copy(self)
-        part.history = self.history.share(rows, sampler)
+        part.history = self.history.narrow(rows)
         if self.tree is not None:
             part.tree = self.tree.share(rows, sampler)
             part.draft = part.tree.draft
         return part
 
-    def reserve(self, capacity: int) -> None:
-        super().reserve(capacity)
-        if self.tree is not None and self.tree.lookup is not None:
-            self.tree.lookup.share_history(self.history.history)
-
     @property
     def parts(self) -> list[RowState]:  # type: ignore[override]
-        return [self.history] if self.tree is None else [self.history, self.tree]
-
-    def row_states(self) -> list[Tensor]:
-        # The branches of the tree have the same history.
-        return self.history.row_states() if self.tree is None else self.tree.row_states()
+        return [self.history] if self.tree is None else [self.tree]  # which has the same history
 
     def refill(self, lengths: Tensor) -> None:
         if self.draft is not None and not self.layer_inputs:
-            self.draft.refill(self.history.history, lengths.long())
+            self.draft.refill(self.history.tokens, lengths.long())

@@ -131,7 +131,7 @@ class TreeDrafter(Drafter):
 
     @property
     def parts(self) -> list[RowState]:  # type: ignore[override]
-        return [self.draft] if self.lookup is None else [self.draft, self.lookup]
+        return [self.draft] if self.lookup is None else [self.draft, self.lookup.history, self.lookup]
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Grow a tree from the root, and select the nodes to be verified."""
