@@ -216,7 +216,7 @@ class Batch(BatchRows):
 
     @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
-        """Read the next tokens of a row's prompt; `logprobs.scores` of the tokens after each of them, per token.
+        """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, per token.
 
         chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
         ValueError for logits that are NaN.
@@ -243,7 +243,7 @@ class Batch(BatchRows):
 
         part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
         token, its log-probability at temperature 1 (0 without details), and the row's fault; then, if `scored`,
-        `logprobs.scores` of it.
+        `round_record.scores` of it.
         """
         last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)

@@ -35,7 +35,7 @@ class Mode(NamedTuple):
     details: bool = True
     """Whether log-probabilities and traces are reported."""
     scores: bool = False
-    """Whether rounds report `logprobs.scores`. They are not captured, because few requests ask for it."""
+    """Whether rounds report `round_record.scores`. They are not captured, because few requests ask for it."""
 
     @property
     def report(self) -> Report:

@@ -53,7 +53,7 @@ class Report(NamedTuple):
     details: bool = False
     """Log-probabilities and the trace of the tree."""
     scores: bool = False
-    """`logprobs.scores` of the tokens."""
+    """`round_record.scores` of the tokens."""
 
 
 PLAIN = Report()
@@ -142,7 +142,7 @@ class Flight:
         return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)
 
     def scores(self) -> list[list[list[float]]] | None:
-        """`logprobs.scores` of each row's tokens; None unless reported."""
+        """`round_record.scores` of each row's tokens; None unless reported."""
         return None if self._scores is None else self._scores.tolist()
 
 

@@ -53,10 +53,6 @@ class Rows:
     def __getitem__(self, number: int) -> Row:
         return self._rows[number]
 
-    @property
-    def all_idle(self) -> bool:
-        return len(self.idle) == len(self._rows)
-
     def busy(self) -> list[Row]:
         """Rows that hold a request."""
         return [row for row in self._rows if row.job is not None]

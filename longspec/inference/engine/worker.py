@@ -93,7 +93,7 @@ class Worker:
         while len(self._launches) > (self.ahead if is_needed else 0):
             self._note(*self._launches.popleft())
         self._take_out()
-        if not self.ahead or self.intake.reads_all or self.rows.all_idle:
+        if not self.ahead or self.intake.reads_all or len(self.rows.idle) == self.batch.max_rows:
             self.clients.deliver()
 
     def wait(self) -> None:

@@ -61,9 +61,8 @@ class Service:
         latencies = self.metrics.latencies
         job = Job(self.scheduler, requests, tokenizer, stops, deadline, latencies, body.echoed, body.drops_answer)
         make = ChatReplies if isinstance(body, ChatRequest) else Replies
-        replies = make(
-            self.model.name, tokenizer, body.alternatives, body.longspec.tokens and body.stream, body.includes_usage
-        )
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        replies = make(self.model.name, tokenizer, body.alternatives, body.longspec.tokens and body.stream, usage)
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
         response = EventStream(job, replies) if body.stream else await _whole(http, job, replies)

@@ -192,10 +192,6 @@ class _Generation(Strict):
         """Whether only the prompt is wanted."""
         return False
 
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @model_validator(mode="after")
     def _check_combinations(self) -> _Generation:
         if self.best_of not in (None, 1, self.n):
