@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -36,13 +35,12 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import round_name, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.engine.admission import slots_for
 from longspec.inference.engine.batch import Batch, Mode
 from longspec.inference.engine.requests import Request, Ticket
-from longspec.inference.engine.rows import Running
 from longspec.inference.engine.worker import Worker
 from longspec.inference.engine_pool import Pooled
 from longspec.inference.fused_runner import FusedRunner
+from longspec.inference.memory import slots_for
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.process_group import equal_ranks
 from longspec.inference.request import Sampling
@@ -216,7 +214,7 @@ def measure(
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(30):
-        worker.step(deque(), worker.outbox.clear)
+        worker.step()
     torch.cuda.synchronize()
     wall_ms = (perf_counter() - start) / 30 * 1e3
 
@@ -281,7 +279,8 @@ def busy_worker(batch: Batch, lengths: list[int]) -> Worker:
     for length in lengths:
         prompt = np.zeros(length, dtype=np.int64)
         row, *_ = worker.rows.take(prompt)
-        row.job = Running(Ticket(Request([0], 1 << 30), print, 0.0), prompt, root=0)
+        row.job = Ticket(Request([0], 1 << 30), lambda event: None, 0.0, root=0)
+        row.job.prompt = prompt
     return worker
 
 

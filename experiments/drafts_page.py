@@ -16,7 +16,7 @@ import torch
 
 from experiments.drafts import BASELINES, Comparison, arm_settings
 from longspec.errors import UserError
-from longspec.inference.drafting.lookup import LookupDrafter
+from longspec.inference.drafting.lookup import LookupDrafter, TokenHistory
 from longspec.inference.memory import slot_bytes
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_layer import head_dim
@@ -220,7 +220,7 @@ def lookup_lines(settings: Any, comparison: Comparison, root: Path) -> pandas.Da
 def lookup_rounds(prompt: Sequence[int], answer: Sequence[int], gamma: int) -> tuple[int, int]:
     """Rounds and tokens of prompt lookup with chains of `gamma` tokens on a given answer, as `forced_acceptance` counts
     them."""
-    drafter = LookupDrafter(1, gamma, torch.device("cpu"))
+    drafter = LookupDrafter(TokenHistory(1, torch.device("cpu")), gamma)
     ids = torch.tensor([[*prompt, *answer]])
     drafter.reserve(ids.shape[1] + gamma + 1)
     drafter.start(ids[:, : len(prompt)], torch.tensor([len(prompt)]))

@@ -38,34 +38,11 @@ class Listener:
     """As in `EngineSettings`. Then no answer ends by `take`."""
 
 
-def answer_together(
-    model: GlideMixin,
-    drafting: Drafting,
-    requests: Sequence[Request],
-    listener: Listener,
-    attention: str = "auto",
-    compile: bool = True,
-) -> GenerationStats:
-    """Answer requests as one batch: their prompts are read before the first round.
-
-    drafting: checked settings; the requests are checked, too. attention, compile: as for `longspec.generate`. Returns
-    the counts and times. Raises UserError, with the number of the row, for logits that are NaN or infinite.
-    """
-    start = time.perf_counter()
-    longest = max(request.longest for request in requests)
-    kinds = (sampling_kind([request.sampling for request in requests]),)
-    settings = EngineSettings(drafting, len(requests), None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-    engine = RequestEngine(model, replace(settings, together=True, in_blocks=listener.in_blocks))
-    figures = [GenerationStats() for _ in requests]
-    stats = _Run(engine, requests, range(len(requests)), listener, figures, "row").play(start)
-    return _with_rows(stats, figures)
-
-
 def answer_all(
     model: GlideMixin,
     drafting: Drafting,
     requests: Sequence[Request],
-    max_rows: int,
+    max_rows: int | None,
     listener: Listener,
     attention: str = "auto",
     compile: bool = True,
@@ -73,36 +50,40 @@ def answer_all(
 ) -> GenerationStats:
     """Answer requests, `max_rows` at a time or as many as fit into memory. A row that ends goes to the next request.
 
-    drafting: checked settings. attention, compile: as for `longspec.generate`. window: number of successive requests of
-    which the longest starts first; None for all. The tokens of a request that is greedy or has a seed do not depend on
-    the others. Returns the counts and times of all requests; prompts are read between rounds, and `ttft_s` is the time
-    of this. Raises UserError, with the number of the request, for one that cannot be answered, such as one whose logits
-    are NaN.
+    max_rows: None answers all as one batch, whose prompts are read before the first round. drafting: checked settings.
+    attention, compile: as for `longspec.generate`. window: number of successive requests of which the longest starts
+    first; None for all. The tokens of a request that is greedy or has a seed do not depend on the others. Returns the
+    counts and times of all requests; where prompts are read between rounds, `ttft_s` is the time of this. Raises
+    UserError, with the number of the request, for one that cannot be answered, such as one whose logits are NaN.
     """
-    # The longest first, so that no long answer runs alone at the end.
-    window = window or len(requests)
-    waiting = sorted(range(len(requests)), key=lambda number: (number // window, -requests[number].longest))
+    together, waiting = max_rows is None, list(range(len(requests)))
+    if not together:
+        # The longest first, so that no long answer runs alone at the end.
+        window = window or len(requests)
+        waiting.sort(key=lambda number: (number // window, -requests[number].longest))
     kinds = (sampling_kind([request.sampling for request in requests]),)
     figures, stats = [GenerationStats() for _ in requests], [GenerationStats()]
     while waiting and not listener.is_stopped():
         start = time.perf_counter()
-        rows, longest = min(max_rows, len(waiting)), max(requests[number].longest for number in waiting)
+        rows, longest = min(max_rows or len(waiting), len(waiting)), max(requests[number].longest for number in waiting)
         settings = EngineSettings(drafting, rows, None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-        settings = replace(settings, refill=max(1, rows // REFILLED), in_blocks=listener.in_blocks)
+        refill = 1 if together else max(1, rows // REFILLED)
+        settings = replace(settings, refill=refill, together=together, in_blocks=listener.in_blocks)
         engine = RequestEngine(model, settings)
         # All rows have the capacity of the longest request. If memory is short, shorter ones come with more rows.
-        shortest = 0 if engine.batch.max_rows == rows else longest // 2
+        shortest = 0 if together or engine.batch.max_rows == rows else longest // 2
         own = [number for number in waiting if requests[number].longest >= shortest]
         waiting = [number for number in waiting if requests[number].longest < shortest]
-        stats.append(_Run(engine, requests, own, listener, figures, "prompt").play(start))
+        word = "row" if together else "prompt"
+        stats.append(_Run(engine, requests, own, listener, figures, word).play(start))
         del engine  # its memory is free for the next one
-    pooled = replace(pool(stats), tree_shape=stats[-1].tree_shape, tree_nodes=stats[-1].tree_nodes)
-    return _with_rows(pooled, figures)
-
-
-def _with_rows(stats: GenerationStats, figures: Sequence[GenerationStats]) -> GenerationStats:
-    """`stats` with the rounds and the time to first token of each request. figures: one per request."""
-    return replace(stats, row_rounds=[own.rounds for own in figures], row_ttft_s=[own.ttft_s for own in figures])
+    return replace(
+        pool(stats),
+        tree_shape=stats[-1].tree_shape,
+        tree_nodes=stats[-1].tree_nodes,
+        row_rounds=[own.rounds for own in figures],
+        row_ttft_s=[own.ttft_s for own in figures],
+    )
 
 
 @dataclass
@@ -136,9 +117,8 @@ class _Run:
                 self.tickets[number] = self._add(number)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            # Each kind of round is captured when it is first played, unless all rounds are of one kind.
             if any(self.requests[number].max_new_tokens > 1 for number in self.own):
-                engine.prepare(captures=engine.settings.together)
+                engine.prepare()
             before, prepared = time.perf_counter(), engine.batch.seconds_of_setup
             while engine.step() and self.failure is None:
                 if engine.waiting and self.listener.is_stopped():

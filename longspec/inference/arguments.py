@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate`. Each raises a UserError that starts with the name of the argument."""
+"""Checks of requests, and of the arguments of `generate`, whose name each UserError starts with."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
+from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
-from longspec.inference.token_options import is_integer, is_real
+from longspec.inference.options import check_filter
+from longspec.inference.request import FILTERS
+from longspec.inference.token_options import check_penalties, is_integer, is_real
 from longspec.kernels import DETERMINISTIC
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
@@ -173,8 +177,8 @@ def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
         raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
 
 
-def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
-    """Raise UserError for sampling settings of a wrong type or outside their range."""
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int, **filters: float) -> None:
+    """Raise UserError for sampling settings of a wrong type or outside their range. filters: see `check_filter`."""
     _check_integer("max_new_tokens", max_new_tokens, 1)
     _check_integer("top_k", top_k, 0)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
@@ -185,6 +189,26 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
         raise UserError(f"temperature: {temperature}; it must be 0 (greedy) or {valid}")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
+    for name, value in filters.items():
+        check_filter(name, value)
+
+
+def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
+    """Raise RequestTooLarge for a request of more than `limit` tokens, UserError if it is malformed."""
+    sampling = request.sampling
+    check_sampling(request.max_new_tokens, sampling.temperature, **{name: getattr(sampling, name) for name in FILTERS})
+    check_penalties(sampling, config.vocab_size)
+    check_seed(sampling.seed)
+    if not request.prompt:
+        raise UserError("prompt: empty; it needs at least one token")
+    for token in (min(request.prompt), max(request.prompt)):
+        if not 0 <= token < config.vocab_size:
+            raise UserError(f"prompt: token id {token}; the target has {config.vocab_size}")
+    if request.longest > limit:
+        raise RequestTooLarge(
+            f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: "
+            f"{request.longest} tokens, more than the {limit} of a row"
+        )
 
 
 def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:

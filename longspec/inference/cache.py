@@ -223,11 +223,6 @@ class DraftCache:
         part.node_slots = self.node_slots[:, :nodes]
         return part
 
-    def clear(self) -> None:
-        """Zero all slots."""
-        self.keys.zero_()
-        self.values.zero_()
-
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Store accepted tokens in the window, where `valid`.
 

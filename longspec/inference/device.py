@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.kernels.shared.device import OLDEST_GPU
-from longspec.models.pretrained import checked_dtype
+from longspec.models.target_files import checked_dtype
 from longspec.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -75,8 +75,15 @@ def borrow(kind: Hashable, room: int, runner: Runner) -> Batch | None:
     `give_back` makes it idle again. Another thread gets another batch. An idle batch without enough room is freed.
     runner: a runner of this call, whose weights an idle batch takes over.
     """
-    batch = _take(runner.model, kind)
-    if batch is None or batch.pooled is None or batch.pooled.room < room:
+    with _lock:
+        batches = _idle.get(runner.model, [])
+        for number in reversed(range(len(batches))):
+            if (pooled := batches[number].pooled) is not None and pooled.kind == kind:
+                batch = batches.pop(number)
+                break
+        else:
+            return None
+    if pooled.room < room:
         return None
     batch.runner.take_weights(runner)
     return batch
@@ -125,20 +132,8 @@ def release(model: GlideMixin) -> int:
 
 def release_all() -> None:
     """Free the idle batches of all models."""
-    with _lock:
-        models = list(_idle)
-    for model in models:
+    for model in list(_idle):
         release(model)
-
-
-def _take(model: GlideMixin, kind: Hashable) -> Batch | None:
-    """Remove the idle batch of a kind that was used last."""
-    with _lock:
-        batches = _idle.get(model, [])
-        for number in reversed(range(len(batches))):
-            if (pooled := batches[number].pooled) is not None and pooled.kind == kind:
-                return batches.pop(number)
-    return None
 
 
 def _bytes(batch: Batch) -> int:

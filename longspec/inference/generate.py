@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria
 
 from longspec.errors import UserError
-from longspec.inference.answering import Listener, answer_all, answer_together
+from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import (
     check_rows,
     check_sampling,
@@ -174,10 +175,7 @@ def generate(
         return None
 
     listener = Listener(take, in_blocks=stream is None and is_last is None)
-    if batch_size is None:
-        stats = answer_together(model, drafting, requests, listener, attention, compile)
-    else:
-        stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
+    stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
     return _output(rows, answers, pad_id, device, stats)
 
 
@@ -202,7 +200,7 @@ def _output(
     """Rows end at different lengths; each output is its prompt without padding and its new tokens."""
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(_pad_right(sequences, pad_id), new_tokens, stats)
+    return GenerationOutput(pad_sequence(sequences, batch_first=True, padding_value=pad_id), new_tokens, stats)
 
 
 @cache
@@ -230,8 +228,3 @@ def _stops(
         return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
 
     return stops
-
-
-def _pad_right(rows: Sequence[Tensor], pad_id: int) -> Tensor:
-    """Rows LongTensor [length] -> LongTensor [B, longest]."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_id)

@@ -74,18 +74,16 @@ def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch
     target, draft: folders or hub ids; None is the draft that was saved with the target, else a fresh one, the same on
     all ranks. Rank 0's call makes the others load their parts. Raises UserError.
     """
-    arguments = dict(locals())
-    repeat_load(load_model, arguments)
-    return on_every_rank(lambda: _load(**arguments))
+    repeat_load(load_model, dict(locals()))
 
+    def load() -> GlideMixin:
+        model_class = family_class(read_config(target), target)
+        ranks = model_parallel_rank_and_size()[1]
+        if ranks > 1:
+            torch.manual_seed(0)  # for a fresh draft
+        model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype)
+        if ranks > 1:
+            split_draft(model)
+        return model.to(device).eval()  # type: ignore[arg-type]
 
-def _load(target: str, draft: str | None, dtype: torch.dtype, device: torch.device) -> GlideMixin:
-    """This rank's part of `load_model`."""
-    model_class = family_class(read_config(target), target)
-    ranks = model_parallel_rank_and_size()[1]
-    if ranks > 1:
-        torch.manual_seed(0)  # for a fresh draft
-    model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype)
-    if ranks > 1:
-        split_draft(model)
-    return model.to(device).eval()  # type: ignore[arg-type]
+    return on_every_rank(load)

@@ -1,4 +1,4 @@
-"""The memory that a batch needs, estimated before the weights are loaded."""
+"""The memory that a batch needs, and what fits into a budget: rows, and cache slots per row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from longspec.inference.device import free_bytes
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.rounds import CAPACITY_STEP
 from longspec.models.draft_layer import head_dim
+from longspec.models.target_files import position_limit
 
+SHARE = 0.9
+"""Share of the free memory that the default budget takes."""
+ROUND_BYTES = 64
+"""Bytes per node and token of the vocabulary in a round: logits, probabilities, noise, and what sorting them takes."""
 LOGIT_BYTES = 4
 """Size of a logit during verification."""
 ACTIVATION_SHARE = 0.1
@@ -46,15 +51,74 @@ def check_memory(
     )
     if weights + head + row > free:
         raise UserError(f"{problem}; use fewer tokens (--max_gen_len), a smaller tree or --gamma, or a larger device")
-    fitting_rows = max(1, int((free * (1 - ACTIVATION_SHARE) - weights - head) / row))
-    raise UserError(f"--batch_size: {problem}; use --batch_size {fitting_rows} or less")
+    fitting = max(1, int((free * (1 - ACTIVATION_SHARE) - weights - head) / row))
+    raise UserError(f"--batch_size: {problem}; use --batch_size {fitting} or less")
 
 
 def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: int) -> int:
     """Size of the KV cache and of the logits of one verification pass, per row."""
     # Keys and values of all layers per slot, and one fp32 logit per node and token of the vocabulary.
-    slots = -(-(tokens + nodes) // CAPACITY_STEP) * CAPACITY_STEP
-    return slots * slot_bytes(config, dtype) + nodes * config.vocab_size * LOGIT_BYTES
+    return slots_for(tokens, -1, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * LOGIT_BYTES
+
+
+def row_capacity(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    rows: int,
+    nodes: int,
+    memory: int,
+    fixed: int,
+    longest: int,
+    draft: tuple[int, int],
+) -> int:
+    """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
+
+    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; draft: see
+    `DraftDecoder.state_bytes`. Raises UserError if the memory does not even suffice for one step of the cache's size.
+    """
+    slots = (memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES - draft[0]
+    slots //= slot_bytes(config, dtype) + draft[1]
+    slots -= slots % CAPACITY_STEP
+    if slots < CAPACITY_STEP:
+        raise UserError(
+            f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
+            "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
+        )
+    return min(slots, slots_for(longest, nodes - 1, nodes))
+
+
+def fitting_rows(
+    config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int, draft: tuple[int, int]
+) -> int:
+    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes, draft as in `row_capacity`."""
+    row = slots_for(longest, nodes - 1, nodes) * (slot_bytes(config, dtype) + draft[1])
+    return max(1, memory // (row + draft[0] + nodes * config.vocab_size * ROUND_BYTES))
+
+
+def slots_for(room: int, depth: int, nodes: int) -> int:
+    """Cache slots of a row for a prompt and its answer of `room` tokens, with rounds of this depth and these nodes."""
+    # The last round can go depth + 1 tokens past the limit, and its nodes are stored after the accepted tokens.
+    return -(-(room + depth + 1 + nodes) // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Estimate of the activations of prefill passes over at most `tokens` tokens of a row.
+
+    Attention and MLP of a layer count as if they ran at the same time; the difference covers workspaces of kernels.
+    """
+    tokens = min(tokens, position_limit(config))
+    stream = 2 * config.hidden_size  # hidden states before and after a norm
+    # Queries, keys and values of the merged projection; rotated queries; output.
+    attention = (3 * config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim(config)
+    mlp = 3 * config.intermediate_size  # gate, up and their product
+    # Twice, because the first pass, which compiles the kernels, and the captured ones allocate from different pools.
+    return 2 * tokens * (stream + attention + mlp) * dtype.itemsize
+
+
+def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:
+    """Tokens of prompt and answer together that fit into a row of `capacity` slots (see `slots_for`) and the target's
+    positions."""
+    return min(position_limit(config), capacity - depth - 1 - nodes)
 
 
 def slot_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:

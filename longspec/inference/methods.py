@@ -69,7 +69,7 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
         return _own[drafting.method](runner, batch, drafting.gamma)
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.decoders import new_decoder
-    from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
+    from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
 
@@ -77,15 +77,16 @@ def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sample
     if drafting.method == "tree":
         # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
         depth = runner.model.draft_model.window - 1
-        lookup = LookupBranches(runner, batch, depth) if drafting.lookup_branches else None
+        history = TokenHistory(batch, runner.device)
+        lookup = LookupBranches(runner, history, depth) if drafting.lookup_branches else None
         shape, nodes = drafting.tree_shape, drafting.tree_nodes
         return TreeDrafter(runner, batch, shape, sampler, drafting.tree_rule, nodes=nodes, lookup=lookup)
     if drafting.method == "seq":
         return ChainDrafter(new_decoder(runner, batch, gamma), gamma, sampler)
     if drafting.method == "magicdec":
-        return ChainDrafter(SparseTarget(runner, gamma), gamma, sampler)
+        return ChainDrafter(SparseTarget(runner, batch, gamma), gamma, sampler)
     if drafting.method == "lookup":
-        return LookupDrafter(batch, gamma, runner.device)
+        return LookupDrafter(TokenHistory(batch, runner.device), gamma)
     return NoDraft()
 
 

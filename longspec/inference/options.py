@@ -89,28 +89,20 @@ def refuse_options(arguments: Mapping[str, Any], names: Sequence[str] = REFUSED)
             raise UserError(f"{name}: {value!r} {reason}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
-def ignored_options(config: GenerationConfig, applied: Collection[str] = FILE_OPTIONS) -> dict[str, Any]:
-    """The options of a target's generation config that change its answers and that decoding ignores, with their values.
-
-    applied: options of FILE_OPTIONS and STOPPING that the caller does apply.
-    """
-    names = [name for name in (*REFUSED, *STOPPING, *FILE_OPTIONS) if name not in _SILENT and name not in applied]
-    values = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in values.items() if not is_neutral(name, value)}
-
-
 def report_ignored(
     config: GenerationConfig,
     target: str | None,
     applied: Collection[str] = FILE_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
-    """Say in one line which options of a target's generation config are ignored, if there are any.
+    """Say in one line which options of a target's generation config change its answers, but are ignored.
 
-    applied: see `ignored_options`. report: called with the line; None logs it as a warning, once per process.
+    applied: options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it
+    as a warning, once per process.
     """
-    ignored = ignored_options(config, applied)
-    if ignored:
+    names = [name for name in (*REFUSED, *STOPPING, *FILE_OPTIONS) if name not in _SILENT and name not in applied]
+    values = {name: getattr(config, name, None) for name in names}
+    if ignored := {name: value for name, value in values.items() if not is_neutral(name, value)}:
         settings = ", ".join(f"{name} {shorten(str(value), 60)}" for name, value in ignored.items())
         (report or _warn_once)(
             f"{target}: its generation config sets {settings}, which is ignored; answers follow the target's "

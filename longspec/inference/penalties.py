@@ -134,7 +134,10 @@ def penalize(rows: PenaltyRows, kind: PenaltyKind, positions: Tensor, logits: Te
     """The target's logits [B, N, V] at all nodes, changed; in fp32 or wider. positions: int [B], those of the roots."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     positions = positions.long()
-    text = _newest_tokens(rows, kind.window, positions, nodes)
+    # The newest tokens up to the root, then the path of each node, LongTensor [B, N, window + D].
+    places = positions[:, None] + torch.arange(1 - kind.window, 1, device=x.device)
+    newest = rows.history.gather(1, places.clamp(min=0)).where(places >= 0, NO_TOKEN)
+    text = torch.cat([newest[:, None].expand(-1, nodes.paths.shape[1], -1), nodes.paths], 2)
     ends = kind.window + nodes.levels[..., None]
     context = text.gather(2, ends - 1 - torch.arange(kind.window, device=x.device))
     if kind.rules:
@@ -144,13 +147,6 @@ def penalize(rows: PenaltyRows, kind: PenaltyKind, positions: Tensor, logits: Te
     if kind.ngram:
         _ban_ngrams(x, rows, kind, positions, nodes, text, context)
     return x
-
-
-def _newest_tokens(rows: PenaltyRows, window: int, positions: Tensor, nodes: Nodes) -> Tensor:
-    """LongTensor [B, N, window + D]: the newest tokens up to the root, then the path of each node."""
-    places = positions[:, None] + torch.arange(1 - window, 1, device=positions.device)
-    newest = rows.history.gather(1, places.clamp(min=0)).where(places >= 0, NO_TOKEN)
-    return torch.cat([newest[:, None].expand(-1, nodes.paths.shape[1], -1), nodes.paths], 2)
 
 
 def _add_rules(

@@ -209,11 +209,9 @@ def _follow(stop: StopSignals) -> None:
 def _send(call: Call) -> None:
     """Send a call to the other ranks, without waiting for them."""
     data = pickle.dumps(call)
-    head = bytearray(MESSAGE_BYTES)
-    head[:8] = len(data).to_bytes(8, "little")
-    first, rest = data[: MESSAGE_BYTES - 8], data[MESSAGE_BYTES - 8 :]
-    head[8 : 8 + len(first)] = first
-    for part in filter(None, (head, bytearray(rest))):
+    data = len(data).to_bytes(8, "little") + data
+    head, rest = data[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), data[MESSAGE_BYTES:]
+    for part in filter(None, (bytearray(head), bytearray(rest))):
         _wait_for_others(MOST_SENT)
         message = torch.frombuffer(part, dtype=torch.uint8)
         _sent.append((dist.broadcast(message, 0, waiting_group(), async_op=True), message))
@@ -227,15 +225,14 @@ def _wait_for_others(most: int) -> None:
 
 def _receive() -> Call:
     """The next call of rank 0."""
-    head = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-    dist.broadcast(head, 0, waiting_group())
-    data = head.numpy().tobytes()
-    size, data = int.from_bytes(data[:8], "little"), data[8:]
-    if size > len(data):
-        rest = torch.empty(size - len(data), dtype=torch.uint8)
-        dist.broadcast(rest, 0, waiting_group())
-        data += rest.numpy().tobytes()
-    return cast(Call, pickle.loads(data[:size]))  # of this command's own rank 0
+    data, missing, end = b"", MESSAGE_BYTES, 0
+    while missing > 0:
+        part = torch.empty(missing, dtype=torch.uint8)
+        dist.broadcast(part, 0, waiting_group())
+        data += part.numpy().tobytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        missing = end - len(data)
+    return cast(Call, pickle.loads(data[8:end]))  # of this command's own rank 0
 
 
 def same_on_all_ranks(compute: Callable[[], T]) -> T:

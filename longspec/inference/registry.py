@@ -21,12 +21,6 @@ EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-
 """Folders in DRAFTS by the names of their targets."""
 
 
-def embedded_draft(name: str) -> str | None:
-    """The folder of a draft that the project includes; None if it is absent."""
-    folder = DRAFTS / name
-    return str(folder) if folder.is_dir() else None
-
-
 def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:
     """The pair that the command's options name, by model_name or by target; the embedded pair if they name none.
 
@@ -37,17 +31,13 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
         raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
-    if target is not None:
-        return _pair_of_target(target, draft)
+    if target is None:
+        pair = PAIRS[model_name or SMOLLM2]
+        if pair.name in EMBEDDED_DRAFTS:
+            folder = DRAFTS / EMBEDDED_DRAFTS[pair.name]
+            pair = replace(pair, target=resolve_target(pair.name), draft=str(folder) if folder.is_dir() else None)
+        return pair if draft is None else replace(pair, draft=draft)
 
-    pair = PAIRS[model_name or SMOLLM2]
-    if folder := EMBEDDED_DRAFTS.get(pair.name):
-        pair = replace(pair, target=resolve_target(pair.name), draft=embedded_draft(folder))
-    return pair if draft is None else replace(pair, draft=draft)
-
-
-def _pair_of_target(target: str, draft: str | None) -> Pair:
-    """A pair by the name, folder or file of its target."""
     if draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
         draft = target  # a folder that a pair's save_pretrained wrote
     name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)

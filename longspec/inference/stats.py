@@ -65,13 +65,10 @@ class GenerationStats:
 def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
     """The sums over several calls of `generate`, so that every verification pass has the same weight."""
     by_depth = zip_longest(*(stats.accepted_by_depth for stats in batches), fillvalue=0)
+    summed = ("rounds", "decoded_tokens", "ttft_s", "decode_s", *SETUP)
     return GenerationStats(
-        rounds=sum(stats.rounds for stats in batches),
         rounds_by_plan=dict(sum((Counter(stats.rounds_by_plan) for stats in batches), Counter())),
-        decoded_tokens=sum(stats.decoded_tokens for stats in batches),
         accepted_by_depth=[sum(counts) for counts in by_depth],
-        ttft_s=sum(stats.ttft_s for stats in batches),
-        decode_s=sum(stats.decode_s for stats in batches),
         peak_memory_bytes=max((stats.peak_memory_bytes for stats in batches), default=0),
-        **{name: sum(getattr(stats, name) for stats in batches) for name in SETUP},
+        **{name: sum(getattr(stats, name) for stats in batches) for name in summed},
     )

@@ -35,6 +35,11 @@ from longspec.inference.token_options import TOKEN_OPTIONS, merged_settings, tok
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens
 
+DECODING = (
+    *("method", "tree_shape", "gamma", "tree_rule", "tree_nodes", "lookup_branches", "seed", "compile", "attention"),
+    *("allow_untrained_draft", "deterministic"),
+)
+"""Arguments of `longspec.generate` that transformers' does not have."""
 _REFUSED_ARGUMENTS = (
     *("prefix_allowed_tokens_fn", "synced_gpus", "assistant_model", "assistant_tokenizer", "negative_prompt_ids"),
     *("negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
@@ -60,20 +65,9 @@ def generate_as_transformers(
     stopping_criteria: Sequence[StoppingCriteria] | None = None,
     *,
     streamer: Streamer | None = None,
-    method: str | None = None,
-    tree_shape: Sequence[int] | None = None,
-    gamma: int = 4,
-    tree_rule: str = "reject",
-    seed: int | Sequence[int] | None = None,
-    compile: bool = True,
-    attention: str = "auto",
-    allow_untrained_draft: bool = False,
-    tree_nodes: int | None = None,
-    lookup_branches: bool = False,
-    deterministic: bool = False,
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
-    """transformers' `generate` with speculative decoding; for the other arguments see `longspec.generate`.
+    """transformers' `generate` with speculative decoding, whose arguments (DECODING) are those of `longspec.generate`.
 
     Defaults come from `generation_config` or the model's own. Returns LongTensor [B * num_return_sequences, length]:
     the prompts as passed in and the new tokens, padded on the right; with return_dict_in_generate a
@@ -82,10 +76,7 @@ def generate_as_transformers(
     Raises UserError for beam search, assistants, logits processors and every other option that decoding cannot apply
     (see `options`).
     """
-    decoding: dict[str, Any] = dict(method=method, tree_shape=tree_shape, gamma=gamma, tree_rule=tree_rule, seed=seed)
-    decoding |= dict(compile=compile, attention=attention, allow_untrained_draft=allow_untrained_draft)
-    decoding |= dict(tree_nodes=tree_nodes, lookup_branches=lookup_branches, streamer=streamer)
-    decoding |= dict(deterministic=deterministic)
+    decoding = {"streamer": streamer} | {name: kwargs.pop(name) for name in DECODING if name in kwargs}
     if isinstance(inputs, Mapping):
         kwargs, inputs = {**inputs, **kwargs}, None
     input_ids = kwargs.get("input_ids") if inputs is None else inputs
@@ -158,7 +149,9 @@ def _decode(
     stopping_criteria: transformers', of which only time limits apply. decoding: arguments of `longspec.generate`.
     """
     timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
-    pad_token_id = _pad_token_id(generation_config)
+    # The pad token, else the first EOS as in transformers, else 0.
+    ids = next((i for i in (generation_config.pad_token_id, generation_config.eos_token_id) if i is not None), 0)
+    pad_token_id = int(torch.as_tensor(ids).flatten()[0])
     out = generate(
         own,
         input_ids,
@@ -216,9 +209,3 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
         "top_k": 0 if config.top_k is None else config.top_k,
     }
     return settings | {name: getattr(config, name) for name in FILTER_OPTIONS}
-
-
-def _pad_token_id(config: GenerationConfig) -> int:
-    """The id to pad finished rows with: the pad token, else the first EOS as in transformers, else 0."""
-    ids = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
-    return 0 if ids is None else int(torch.as_tensor(ids).flatten()[0])

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError
-from longspec.inference.adaptive.plans import MOST_NODES
+from longspec.inference.adaptive.plan_drafters import MOST_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS, Drafting

@@ -47,16 +47,16 @@ class Options:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(stated) - known):
             raise UserError(f"{prefix}{unknown[0]}: {cls.architecture} has no such option, only {', '.join(known)}")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()
-        }
+        lists = {name: tuple(x) for name, x in stated.items() if isinstance(x, Sequence) and not isinstance(x, str)}
         try:
-            return cls(**values)
+            return cls(**{**stated, **lists})
         except UserError as error:
             raise UserError(f"{prefix}{error}") from error
 
     def __post_init__(self) -> None:
-        checked_window(self.window, "window")
+        window = self.window
+        if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
+            raise UserError(f"window: must be a whole number of tokens in 1 … {MAX_WINDOW} (the draft's window)")
 
     def check_target(self, config: Any, source: str) -> None:
         """Raise UserError unless the draft fits a target with `config`. source: name of the setting or the draft."""
@@ -64,13 +64,6 @@ class Options:
     def entries(self) -> dict[str, Any]:
         """The entries for a draft's files, from which `checked` restores the options."""
         return {ARCHITECTURE_KEY: self.architecture, OPTIONS_KEY: asdict(self)}
-
-
-def checked_window(window: Any, source: str) -> int:
-    """`window` as a number of tokens. Raises UserError."""
-    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
-        raise UserError(f"{source}: must be a whole number of tokens in 1 … {MAX_WINDOW} (the draft's window)")
-    return window
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from longspec.models.architectures import draft_class, published_draft
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
-from longspec.models.int8_storage import dequantized
 from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
 from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
-from longspec.models.weight_files import is_plain, read_metadata, read_weights
+from longspec.models.weight_files import dequantized, is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
@@ -201,10 +200,10 @@ def draft_settings(path: str | Path) -> DraftSettings:
     return DraftSettings(options, is_trained, read_sample(target, f"{path}: "))
 
 
-def stated_options(source: Mapping[str, Any]) -> dict[str, Any]:
+def stated_options(source: Any) -> dict[str, Any]:
     """The entries of a draft's options in `config.json`, or in the metadata of a weight file."""
     keys = (*OPTION_KEYS.values(), ARCHITECTURE_KEY, OPTIONS_KEY)
-    return {key: _parsed(source[key]) for key in keys if key in source}
+    return {key: _parsed(source[key]) for key in keys if key in source} if isinstance(source, Mapping) else {}
 
 
 def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str, Any] | None = None) -> Options:
@@ -223,6 +222,35 @@ def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str,
     if not isinstance(options, Mapping) or not isinstance(name, str):
         raise UserError(f"{prefix}{OPTIONS_KEY}: must be a mapping of the draft's options")
     return draft_class(name, GlideDecoderLayer, f"{prefix}{ARCHITECTURE_KEY}").options_class.checked(options, prefix)
+
+
+def asked_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
+    """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
+
+    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it.
+    """
+    if glide_path is None:
+        return options_of(stated)
+    saved = draft_settings(glide_path).options
+    own = saved.entries()
+    if OPTIONS_KEY in own:
+        if asked := [name for name, key in OPTION_KEYS.items() if key in stated]:
+            raise UserError(
+                f"{asked[0]}: an option of GLIDE, but the draft at {glide_path} is a {saved.architecture} draft; use "
+                "architecture_options"
+            )
+        stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
+    options = options_of(own | dict(stated))
+    if options.architecture != saved.architecture:
+        raise UserError(
+            f"architecture: {options.architecture} contradicts the draft at {glide_path}, which is a "
+            f"{saved.architecture} draft; omit architecture"
+        )
+    for field in fields(saved):
+        name, asked, value = field.name, getattr(options, field.name), getattr(saved, field.name)
+        if name != "window" and asked != value:
+            raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {value}; omit {name}")
+    return options
 
 
 def _parsed(value: Any) -> Any:

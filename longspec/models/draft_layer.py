@@ -24,14 +24,14 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from longspec.errors import UserError
 from longspec.kernels.training.varlen_padded import on_flat
-from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass, checked_window
+from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass
 
 GLIDE = "glide"
 """Name of this architecture."""
@@ -57,29 +57,16 @@ class DraftOptions(Options):
     mlp_size: int | None = None
     """Intermediate size of the draft's MLP; None for the target's."""
 
-    @classmethod
-    def checked(cls, stated: Mapping[str, Any], prefix: str = "") -> Self:
-        options = {name: getattr(PUBLISHED, name) for name in OPTION_KEYS} | dict(stated)
-
-        layers = options["kv_layers"]
-        if (
-            not isinstance(layers, Sequence)
-            or not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers)
-            or len(set(layers)) < len(layers)
-        ):
-            raise UserError(f"{prefix}kv_layers: must be a list of distinct layers of the target, such as [10, 20]")
-
-        feature = options["target_feature"]
-        if not isinstance(feature, bool):
-            raise UserError(f"{prefix}target_feature: must be true or false")
-
-        width = options["mlp_size"]
-        if width is not None and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
-            raise UserError(
-                f"{prefix}mlp_size: must be a positive whole number, or null for the target's intermediate size"
-            )
-
-        return cls(checked_window(options["window"], f"{prefix}window"), tuple(layers), feature, width)
+    def __post_init__(self) -> None:
+        layers, width = self.kv_layers, self.mlp_size
+        is_list = isinstance(layers, tuple) and all(type(layer) is int and layer >= 0 for layer in layers)
+        if not is_list or len(set(layers)) < len(layers):
+            raise UserError("kv_layers: must be a list of distinct layers of the target, such as [10, 20]")
+        if not isinstance(self.target_feature, bool):
+            raise UserError("target_feature: must be true or false")
+        if width is not None and not (type(width) is int and width >= 1):
+            raise UserError("mlp_size: must be a positive whole number, or null for the target's intermediate size")
+        super().__post_init__()
 
     def entries(self) -> dict[str, Any]:
         """The window, and the options that differ from those of the published drafts."""
@@ -129,14 +116,6 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of x [B, H, T, D]."""
     cos, sin = (table.unsqueeze(1) for table in rope)
     return x * cos + rotate_half(x) * sin
-
-
-def _with_mlp_size(config: Any, width: int | None) -> Any:
-    if width is None:
-        return config
-    narrow = copy.copy(config)
-    narrow.intermediate_size = width
-    return narrow
 
 
 class _Attention(nn.Module):
@@ -196,7 +175,9 @@ class GlideDecoderLayer(Draft):
         norm = type(self).norm_class
         self.self_attn = DraftSelfAttention(config)
         self.cross_attn = DraftCrossAttention(config)
-        self.mlp = type(self).mlp_class(_with_mlp_size(config, options.mlp_size))
+        mlp_config = copy.copy(config)
+        mlp_config.intermediate_size = options.mlp_size or config.intermediate_size
+        self.mlp = type(self).mlp_class(mlp_config)
         self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_self_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_cross_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps)

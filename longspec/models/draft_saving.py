@@ -17,8 +17,8 @@ from longspec.models.architectures import draft_class
 from longspec.models.draft import Options
 from longspec.models.draft_files import TRAINED_KEY, strip_prefix
 from longspec.models.draft_layer import PUBLISHED, GlideDecoderLayer
-from longspec.models.int8_storage import quantized
 from longspec.models.target_sample import TargetSample
+from longspec.models.weight_files import quantized
 from longspec.replacing import replacing
 
 
@@ -51,7 +51,7 @@ def save_draft_folder(
     """Write a draft in Hugging Face form (`config.json` of its target + safetensors), ready for the hub.
 
     target: the sample of the target that it was trained for, if known. int8: whether matrices are stored in 8 bits
-    (see `int8_storage`), which only this project reads.
+    (see `weight_files.quantized`), which only this project reads.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from longspec.errors import UserError
 from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass
-from longspec.models.draft_layer import head_dim, rotate
+from longspec.models.draft_layer import DraftSelfAttention, head_dim
 from longspec.models.eagle3_options import PUBLISHED_NAMES, Eagle3Options, published_config, published_options
 
 STEP_DECAY = 0.8
@@ -38,19 +38,15 @@ CHUNK = 256
 EMBEDDING = "embed_tokens.weight"
 
 
-class _SelfAttention(nn.Module):
+class _SelfAttention(DraftSelfAttention):
     def __init__(self, config: Any, bias: bool) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # the projections have other widths and another order
         self.head_dim = head_dim(config)
         width, kv_width = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
         self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
         self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """[B, T, H·D] -> [B, H, T, D]"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class _Layer(nn.Module):
@@ -171,17 +167,15 @@ class Eagle3Draft(Draft):
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [B, K, T, D]."""
-        attention = self.midlayer.self_attn
-        keys, values = (attention.split_heads(proj(x)) for proj in (attention.k_proj, attention.v_proj))
-        return rotate(keys, rope), values
+        return self.midlayer.self_attn.keys_values(x, rope)
 
     def queries(self, x: Tensor, rope: Rope) -> Tensor:
         """Rotated queries [B, H, T, D]."""
-        return rotate(self.midlayer.self_attn.split_heads(self.midlayer.self_attn.q_proj(x)), rope)
+        return self.midlayer.self_attn.queries(x, rope)
 
     def outputs(self, residual: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
         """The state that the next step reads and the input of the head, [B, T, hidden] each. heads: [B, H, T, D]."""
-        h = residual + self.midlayer.self_attn.o_proj(heads.transpose(1, 2).flatten(2))
+        h = residual + self.midlayer.self_attn.output(heads)
         state = h + self.midlayer.mlp(self.midlayer.post_attention_layernorm(h))
         normed = self.norm(state)
         return (normed if self.options.norm_output else state), normed

@@ -181,19 +181,16 @@ class _FusedMLP:
         _add_product(stream, stream.project_gated(self.norm, self.gate_up.weight), self.down, last)
 
 
-def _head_norms(attention: Any) -> HeadNorms | None:
-    """The norms of a target's queries and keys; None for a family without them, and for a draft."""
-    if not hasattr(attention, "q_norm"):
-        return None
-    return HeadNorms(attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-
-
 class _FusedSelfAttention:
     def __init__(self, norm: Any, attention: Any) -> None:
         self.norm = norm.weight
         self.output = attention.o_proj.weight
         self.qkv = MergedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.head_norms = _head_norms(attention)
+        self.head_norms: HeadNorms | None = None
+        """None for a family without norms of queries and keys, and for a draft."""
+        if hasattr(attention, "q_norm"):
+            q_norm, k_norm = attention.q_norm, attention.k_norm
+            self.head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.variance_epsilon)
 
     def add_to(
         self, stream: ResidualStream, slots: TokenSlots, attend: QueryAttend, project: ProjectionAttend | None = None

@@ -45,6 +45,8 @@ LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 BLOCK = 2**23
 """Number of values that are dequantized at a time."""
 MAX_SHARD = "4GB"
+UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16}
+"""Dtypes of GGUF's types that stay."""
 NAMES_OF_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -141,17 +143,13 @@ def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensor
         "bos_token_id": value("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": value("tokenizer.ggml.padding_token_id"),
-        "dtype": _dtype(tensors["blk.0.attn_q.weight"].tensor_type.name),
+        # Quantized weights become bfloat16.
+        "dtype": UNQUANTIZED.get(tensors["blk.0.attn_q.weight"].tensor_type.name, torch.bfloat16),
     }
     settings["rope_parameters"] = _rope(architecture, value, tensors, settings["head_dim"])
     if hasattr(model_class.config_class(), "attention_bias"):  # Qwen2 always has biases
         settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
     return model_class.config_class(**settings)
-
-
-def _dtype(kind: str) -> torch.dtype:
-    """The dtype of converted weights by the GGUF type of the file's weights."""
-    return {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
 
 
 def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:

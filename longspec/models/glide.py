@@ -22,9 +22,9 @@ from longspec.models.draft import Options, Reads, TargetStates, TrainingPass
 from longspec.models.draft_files import DraftSettings, check_draft, draft_settings
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import gather_heads
-from longspec.models.pretrained import PretrainedPairMixin, checked_dtype, copy_loading
+from longspec.models.pretrained import PretrainedPairMixin, copy_loading
 from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, LayerInputs, last_keys_values, run_backbone
-from longspec.models.target_files import at_revision, without_memory
+from longspec.models.target_files import at_revision, checked_dtype, without_memory
 from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import take_sample, warn_if_other_target
 

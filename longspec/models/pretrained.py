@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,13 +14,13 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from longspec.errors import UserError
-from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
+from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
     DRAFT_PREFIX,
+    asked_options,
     check_finite,
     draft_of_pair,
-    draft_settings,
     fit_draft,
     options_of,
     stated_options,
@@ -52,24 +51,7 @@ LOADED_WITH = (
     "is_loaded_in_8bit",
 )
 """Attributes that transformers' `from_pretrained` sets on a model for its `to` and `save_pretrained`."""
-ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
-    "path": (str, os.PathLike),
-    "glide_path": (str, os.PathLike, type(None)),
-    "state_dict": (Mapping, type(None)),
-    "pad_token_id": (int, type(None)),
-}
-"""Accepted types of arguments of `from_pretrained`."""
 HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "revision", "token")
-
-
-def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
-    """A floating-point dtype, or "auto" for the dtype of the target's files. Raises UserError."""
-    if value == "auto":
-        return "auto"
-    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"torch_dtype: {value!r} is not a floating-point dtype; use auto, float32, float16 or bfloat16")
-    return dtype
 
 
 def copy_loading(source: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -77,48 +59,6 @@ def copy_loading(source: PreTrainedModel, model: PreTrainedModel) -> None:
     for name in LOADED_WITH:
         if hasattr(source, name):
             setattr(model, name, getattr(source, name))
-
-
-def _draft_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
-    """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
-
-    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it.
-    """
-    if glide_path is None:
-        return options_of(stated)
-    saved = draft_settings(glide_path).options
-    own = saved.entries()
-    if OPTIONS_KEY in own:
-        if asked := [name for name, key in OPTION_KEYS.items() if key in stated]:
-            raise UserError(
-                f"{asked[0]}: an option of GLIDE, but the draft at {glide_path} is a {saved.architecture} draft; use "
-                "architecture_options"
-            )
-        stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
-    options = options_of(own | dict(stated))
-    if options.architecture != saved.architecture:
-        raise UserError(
-            f"architecture: {options.architecture} contradicts the draft at {glide_path}, which is a "
-            f"{saved.architecture} draft; omit architecture"
-        )
-    for field in fields(saved):
-        name, asked, value = field.name, getattr(options, field.name), getattr(saved, field.name)
-        if name != "window" and asked != value:
-            raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {value}; omit {name}")
-    return options
-
-
-def _saved_options(state_dict: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """The options in the metadata of a state dict that `torch.load` read from a draft's .pth file."""
-    modules = getattr(state_dict, "_metadata", None)
-    own = modules.get("") if isinstance(modules, Mapping) else None
-    return stated_options(own) if isinstance(own, Mapping) else {}
-
-
-def _is_cast(config: PreTrainedConfig, dtype: str | torch.dtype, quantization: Any) -> bool:
-    """Whether loading a target as `dtype` casts its weights. False if transformers must load them another way."""
-    special = quantization is not None or hasattr(config, "quantization_config") or is_deepspeed_zero3_enabled()
-    return not special and dtype not in ("auto", config.dtype)
 
 
 class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel):
@@ -129,10 +69,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
     draft_model: Draft
     gradient_checkpointing = False
     draft_is_trained = False
-    """Whether the draft is trained: true for a loaded draft, false for a fresh one.
-
-    Code that trains a fresh draft in this process sets it.
-    """
+    """Whether the draft is a loaded one. Code that trains a fresh draft in this process sets it."""
     draft_target: TargetSample | None = None
     """Sample of the target that the draft was trained for; None if the draft does not say."""
 
@@ -177,21 +114,25 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         """
         if unknown:
             raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
-        given = {"path": path, "glide_path": glide_path, "state_dict": state_dict, "pad_token_id": pad_token_id}
-        for name, value in given.items():
-            if not isinstance(value, ARGUMENT_TYPES[name]) or isinstance(value, bool):
+        for name, value, types in (
+            ("path", path, str | os.PathLike),
+            ("glide_path", glide_path, str | os.PathLike | None),
+            ("state_dict", state_dict, Mapping | None),
+            ("pad_token_id", pad_token_id, int | None),
+        ):
+            if not isinstance(value, types) or isinstance(value, bool):
                 raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
 
         # An argument takes precedence over the state dict's metadata.
-        asked = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
-        named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in asked.items() if value is not None}
-        if architecture not in (None, GLIDE) and named:
-            raise UserError(
-                f"{next(n for n in asked if asked[n] is not None)}: an option of GLIDE; use architecture_options"
-            )
+        glide = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
+        asked = [name for name, value in glide.items() if value is not None]
+        if architecture not in (None, GLIDE) and asked:
+            raise UserError(f"{asked[0]}: an option of GLIDE; use architecture_options")
+        named: dict[str, Any] = {OPTION_KEYS[name]: glide[name] for name in asked}
         named |= {} if architecture is None else {ARCHITECTURE_KEY: architecture}
         named |= {} if not architecture_options else {OPTIONS_KEY: architecture_options}
-        stated = _saved_options(state_dict) | named
+        saved = getattr(state_dict, "_metadata", None)  # of a state dict that torch.load read from a draft's .pth file
+        stated = stated_options(saved.get("") if isinstance(saved, Mapping) else None) | named
         options_of(stated)
 
         config = read_config(path, revision)
@@ -205,9 +146,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         # transformers renamed torch_dtype to dtype; both are accepted.
         dtype = dtype or torch_dtype or "auto"
-        draft_options = _draft_options(stated, glide_path)
         loading = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
-        model = cls(config, path, glide_path, dtype, attn_implementation, options=draft_options, **loading)
+        options = asked_options(stated, glide_path)
+        model = cls(config, path, glide_path, dtype, attn_implementation, options=options, **loading)
         if vocabulary is not None:
             model.draft_model.set_vocabulary(vocabulary)
         if state_dict is not None:
@@ -259,22 +200,18 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         if state_dict is not None:
             target = {name: weight for name, weight in state_dict.items() if not name.startswith(DRAFT_PREFIX)}
             draft = fit_draft(state_dict, self.draft_model, "state_dict")
-        self._target_alone().save_pretrained(folder, is_main_process, target, **kwargs)
+        # An ordinary transformers model that shares the target's modules. Those that are replaced take no memory.
+        with torch.device("meta"):
+            alone = self.target_class(copy.deepcopy(self.config))
+        alone.model, alone.lm_head, alone.generation_config = self.model, self.lm_head, self.generation_config
+        copy_loading(self, alone)
+        alone.save_pretrained(folder, is_main_process, target, **kwargs)
         if is_main_process:
             options = self.draft_model.options
             sample = self.draft_target or take_sample(self, str(self.config.name_or_path))
             save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, options, self.draft_is_trained, sample)
             if push_to_hub:
                 self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
-
-    def _target_alone(self) -> PreTrainedModel:
-        """An ordinary transformers model that shares the target's modules."""
-        # On the meta device, so that the modules that are replaced take no memory.
-        with torch.device("meta"):
-            target = self.target_class(copy.deepcopy(self.config))
-        target.model, target.lm_head, target.generation_config = self.model, self.lm_head, self.generation_config
-        copy_loading(self, target)
-        return target
 
     @classmethod
     def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
@@ -285,10 +222,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         check_target(config, path)
 
     def _load_target(self, config: PreTrainedConfig, path: str | Path, **options: Any) -> PreTrainedModel:
-        """The target, or with tensor parallelism this rank's part, connected with those of the other ranks.
-
-        options: arguments of transformers' `from_pretrained`.
-        """
+        """The target, or with tensor parallelism this rank's part, connected with those of the other ranks."""
         rank, world = model_parallel_rank_and_size()
         target = self._read_target(config if world == 1 else rank_config(config, rank, world), path, options)
         if world > 1:
@@ -297,19 +231,25 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         return target
 
     def _read_target(self, config: PreTrainedConfig, path: str | Path, options: dict[str, Any]) -> PreTrainedModel:
-        """The weights of the target, or of this rank's part of it, in modules of `config`."""
+        """The weights of the target, or of this rank's part of it, in modules of `config`. options: arguments of
+        transformers' `from_pretrained`."""
         folder = self.shard_path(path)
         check_target_path(folder)
         revision = options.get("revision")
-        check_weights(folder, config, revision)
         rank, world = model_parallel_rank_and_size()
-        if world > 1 and not has_parts(path, world):
-            # Only this rank's part of each weight is read.
+        is_cut = world > 1 and not has_parts(path, world)
+        if is_cut:
             folder = str(local_target(folder, options.pop("revision", None)))
-            check_weights(folder, config)
+        check_weights(folder, config, revision)
+        if is_cut:  # only this rank's part of each weight is read
             options["state_dict"] = read_part(Path(folder), rank, world)
-        elif _is_cast(config, options["dtype"], options.get("quantization_config")):
-            # transformers keeps whole files in memory, next to the weights of another dtype.
+        elif (
+            options["dtype"] not in ("auto", config.dtype)
+            and options.get("quantization_config") is None
+            and not hasattr(config, "quantization_config")
+            and not is_deepspeed_zero3_enabled()
+        ):
+            # The weights are cast: transformers would keep whole files in memory, next to those of another dtype.
             options["state_dict"] = stored_weights(Path(folder))
         has_weights = options.get("state_dict") is not None
         try:

@@ -102,22 +102,17 @@ def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
         shutil.rmtree(folder)
     with replacing(folder, folder=True) as unfinished:
         joined = unfinished / f"joined{SUFFIX}"
-        if len(parts) > 1:
-            _join(parts, joined)
+        if len(parts) > 1:  # gguf maps a single file into memory
+            with joined.open("wb") as whole:
+                for part in parts:
+                    with part.open("rb") as handle:
+                        shutil.copyfileobj(handle, whole)
         convert_gguf(joined if len(parts) > 1 else parts[0], unfinished)
         joined.unlink(missing_ok=True)
         files = {path.name: _digest(path) for path in sorted(unfinished.iterdir())}
         # Written last, so that a folder without it is not whole.
         manifest = {"source": parts[0].name, "source_sha256": digest, "files": files}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def _join(parts: Sequence[Path], output: Path) -> None:
-    """Write the concatenation of `parts`: gguf maps a single file into memory."""
-    with output.open("wb") as joined:
-        for part in parts:
-            with part.open("rb") as handle:
-                shutil.copyfileobj(handle, joined)
 
 
 def _is_whole(folder: Path, digest: str) -> bool:

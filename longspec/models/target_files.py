@@ -73,6 +73,16 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
 
 
+def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
+    """A floating-point dtype, or "auto" for the dtype of the target's files. Raises UserError."""
+    if value == "auto":
+        return "auto"
+    dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"torch_dtype: {value!r} is not a floating-point dtype; use auto, float32, float16 or bfloat16")
+    return dtype
+
+
 def check_no_adapter(path: str | Path, revision: str | None = None) -> None:
     """Raise UserError for a folder or hub id with a LoRA or other PEFT adapter, which would not be applied."""
     if os.path.isdir(path):

@@ -38,7 +38,8 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
         return
     _check_present(folder, target)
     kinds = _stored_kinds(weight_files(folder))
-    scaled = _scaled_modules(kinds) if method else set()
+    # The modules whose weight has a scale, such as x of x.weight_scale_inv.
+    scaled = {name.partition(mark)[0] for name in kinds for mark in SCALE_MARKS if mark in name}
     raw = [
         name
         for name, kind in kinds.items()
@@ -113,19 +114,12 @@ def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:
                     kinds |= {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
             else:
                 state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
-                kinds |= {name: _kind(weight.dtype) for name, weight in state.items()}
+                for name, weight in state.items():
+                    is_float = weight.dtype.is_floating_point and weight.dtype.itemsize > 1
+                    kinds[name] = FLOATING[1] if is_float else str(weight.dtype).removeprefix("torch.")
         except WEIGHT_ERRORS:
             continue
     return kinds
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return FLOATING[1] if dtype.is_floating_point and dtype.itemsize > 1 else str(dtype).removeprefix("torch.")
-
-
-def _scaled_modules(names: Iterable[str]) -> set[str]:
-    """The modules whose weight has a scale, such as x of x.weight_scale_inv."""
-    return {name.partition(mark)[0] for name in names for mark in SCALE_MARKS if mark in name}
 
 
 def _is_nonzero(name: str, folder: Path) -> bool:

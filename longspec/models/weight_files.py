@@ -1,9 +1,10 @@
-"""Reads weight files from untrusted sources without running code in them."""
+"""Reads weight files from untrusted sources without running code in them, and matrices that are stored in 8 bits."""
 
 from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,6 +20,9 @@ from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import HUB_ERRORS, WEIGHT_ERRORS, check_start, weight_problem
 from longspec.untrusted import check_regular
 
+SCALE = "_scale"
+"""Suffix of the name of a matrix's scales."""
+LARGEST = 127
 PICKLE_BYTES = 2**24
 """Size limit of the pickle inside a `.pth` archive, which holds names and shapes."""
 
@@ -117,3 +121,35 @@ def read_metadata(file: Path) -> dict[str, Any]:
         except WEIGHT_ERRORS as error:
             raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
     return metadata if isinstance(metadata, dict) else {}
+
+
+def quantized(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with each floating-point matrix NAME as int8 [rows, columns] and NAME_scale, fp32 [rows]; half the size
+    of bf16.
+
+    scale[i] = max_j |w[i, j]| / 127        stored[i, j] = round(w[i, j] / scale[i])
+    """
+    stored: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        if weight.dim() != 2 or not weight.is_floating_point():
+            stored[name] = weight
+            continue
+        rows = weight.float()
+        scale = rows.abs().amax(1) / LARGEST
+        stored[name] = (rows / scale.where(scale > 0, 1.0)[:, None]).round().to(torch.int8)
+        stored[name + SCALE] = scale
+    return stored
+
+
+def dequantized(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The matrices that `quantized` stored as fp32 [rows, columns], and all other tensors unchanged.
+
+    source: the draft, for the message. Raises UserError for scales that do not fit their matrix.
+    """
+    restored = dict(state)
+    for name in [name for name, weight in state.items() if weight.dtype == torch.int8]:
+        scale = restored.pop(name + SCALE, None)
+        if scale is None or scale.shape != state[name].shape[:1]:
+            raise UserError(f"{source}: {name} is int8 without {name + SCALE}, one scale per row; save the draft again")
+        restored[name] = state[name].float() * scale.float()[:, None]
+    return restored

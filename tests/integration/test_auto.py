@@ -20,8 +20,8 @@ from longspec.inference import engine_pool
 from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
-from longspec.inference.adaptive.plans import CPU_WIDTH, Plan
+from longspec.inference.adaptive.plan_drafters import CPU_WIDTH, PlanDrafters, plans_for
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.batch import Batch, Mode
@@ -127,7 +127,7 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
             self.drafter.refill(self.cache.lengths)
             positions = torch.arange(max(0, length - 16), length) % 16
             torch.testing.assert_close(ring[:, :, positions], draft.cache.keys[:, :, positions])
-            assert self.drafter.history.history[0, :length].tolist() == (row.tolist() + tokens)[:length]
+            assert self.drafter.history.tokens[0, :length].tolist() == (row.tolist() + tokens)[:length]
             checked.append(length)
         return result
 
@@ -265,7 +265,7 @@ def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> Non
         *("vanilla", "lookup 5", "lookup 16", "tree 16 of 2 levels", "tree 16 of 5 levels"),
         *("tree 20 of 3 levels", "tree 20 of 5 levels"),
     ]
-    served = served_plans(Drafting("auto", gamma=7, has_draft=False), on_cpu=True)
+    served = plans_for(Drafting("auto", gamma=7, has_draft=False), on_cpu=True, is_served=True)
     assert [plan.name for plan in served] == ["vanilla", "lookup 8"]
     ids, _, (row,) = prompts(20)
     model = make_pair(tmp_path)

@@ -9,14 +9,16 @@ from serving import SMALL, alone, answers, random_requests, serving
 
 from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
-from longspec.inference.adaptive.plan_drafters import served_plans
+from longspec.inference.adaptive.plan_drafters import plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.requests import Request, Sampling
 from longspec.inference.methods import Drafting
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
-PLANS = {plan.name for plan in served_plans(Drafting("auto", SMALL["tree_shape"], SMALL["gamma"]), on_cpu=True)}
+PLANS = {
+    plan.name for plan in plans_for(Drafting("auto", SMALL["tree_shape"], SMALL["gamma"]), on_cpu=True, is_served=True)
+}
 
 
 @pytest.fixture

@@ -225,7 +225,8 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
     out = generate(model, *padded(rows, "left"), method="magicdec", max_new_tokens=20, gamma=4)
     assert [new.tolist() for new in out.new_tokens] == [target_greedy(model, row, 20) for row in rows]
     assert 1 <= out.stats.mean_acceptance_length < 5
-    view, visible = magicdec.SparseTarget(Runner(model), gamma=4)._view(torch.tensor([2, 6, 100]), step=1, capacity=120)
+    sparse = magicdec.SparseTarget(Runner(model), 3, nodes=4)
+    view, visible = sparse._view(torch.tensor([2, 6, 100]), step=1, capacity=120)
     assert view.shape == (3, 4 + 8 + 4)
     seen = [sorted(slots[keep].tolist()) for slots, keep in zip(view, visible, strict=True)]
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, *range(92, 102)]]

@@ -1,7 +1,5 @@
 """A row that the worker moves goes on as if nothing had happened, and so does the row that gives way."""
 
-import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,9 @@ from serving import SMALL, alone
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine import batch_rows
-from longspec.inference.engine.admission import longest_request
-from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Ticket, Tokens
+from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
 from longspec.inference.engine.scheduler import Scheduler
-from longspec.inference.engine.worker import Worker
+from longspec.inference.memory import longest_request
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
@@ -38,10 +35,9 @@ class Session:
 
     def __init__(self, model: GlideMixin, max_rows: int, ahead: int = 0, **settings: Any) -> None:
         scheduler = Scheduler(model, **SMALL | {"max_rows": max_rows} | settings)
-        self.worker: Worker = scheduler._worker
+        self.engine, self.worker = scheduler.engine, scheduler._worker
         self.worker.ahead = ahead
         self.batch = self.worker.batch
-        self.waiting: deque[Ticket] = deque()
         self.log: list[str] = []
         """What happened, in order: "round", and "tokens NUMBER" for the answer with that number."""
         self.events: list[list[Event]] = []
@@ -63,21 +59,16 @@ class Session:
                 self.log.append(f"tokens {number}")
 
         self.events.append(events)
-        self.waiting.append(Ticket(request, take, time.perf_counter()))
+        self.engine.add(request, take)
 
     def step(self) -> None:
-        self.worker.step(self.waiting, self.deliver)
-
-    def deliver(self) -> None:
-        outbox, self.worker.outbox = self.worker.outbox, []
-        for ticket, event in outbox:
-            ticket.on_event(event)
+        self.engine.step()
 
     def finish(self, requests: Sequence[Request]) -> list[list[Tokens]]:
         """Submit requests and play until all answers have ended."""
         for request in requests:
             self.submit(request)
-        while self.waiting or self.worker.rows.busy() or self.worker.outbox:
+        while self.engine.clients.open:
             self.step()
         assert all(isinstance(events[-1], Finished) and not events[-1].message for events in self.events)
         return [[event for event in events if isinstance(event, Tokens)] for events in self.events]
@@ -103,7 +94,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
 ) -> None:
     """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
     capacity = 256
-    monkeypatch.setattr("longspec.inference.engine.request_engine.row_capacity", lambda *_: capacity)
+    monkeypatch.setattr("longspec.inference.memory.row_capacity", lambda *_: capacity)
     model = pair(tmp_path, "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured
@@ -172,9 +163,7 @@ def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path, options: str
         moved_in: list[int] = []
 
         def rounds() -> int:
-            return next(
-                row.job.rounds for row in session.worker.rows.busy() if row.job and row.job.ticket.request is request
-            )
+            return next(row.ticket.rounds for row in session.worker.rows.busy() if row.ticket.request is request)
 
         def choose() -> Plan:
             tree = bool(moved_in) if first_tree is None else rounds() >= first_tree

@@ -11,10 +11,10 @@ from pairs import make_pair, target_greedy
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
-from longspec.inference.engine.admission import chunk_bytes
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request, RequestTooLarge, Tokens
+from longspec.inference.memory import chunk_bytes
 from longspec.inference.methods import Drafting
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin

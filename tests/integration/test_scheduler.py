@@ -11,9 +11,9 @@ from pairs import FAMILIES, OPTIONS, make_pair
 from serving import SMALL, Answer, alone, answers, random_requests, serving
 
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine.admission import ROUND_BYTES, chunk_bytes
 from longspec.inference.engine.requests import Request, Sampling, Tree
 from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.memory import ROUND_BYTES, chunk_bytes
 from longspec.models.draft_layer import head_dim
 from longspec.models.glide import GlideMixin
 

@@ -219,14 +219,7 @@ class LanguageModel:
 
 
 class LanguageChain(LanguageModel):
-    """A ChainModel."""
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None: ...
-
-    def row_states(self) -> list[Tensor]:
-        return []
+    """In place of a chain's draft."""
 
     def next_logits(self, tokens: Tensor, step: int, cache: object, feature: None) -> Tensor:
         self.prefix = (*self.prefix[: step - 1], int(tokens)) if step else ()

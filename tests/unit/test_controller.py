@@ -9,7 +9,8 @@ import pytest
 
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.lookup_trace import LookupTrace, TrackedMean
-from longspec.inference.adaptive.plans import LOOKUPS, VANILLA, Plan
+from longspec.inference.adaptive.plan_drafters import LOOKUPS, VANILLA
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.round_record import RowRound
 
 TREES = [Plan("tree", nodes, levels) for nodes, levels in ((16, 2), (16, 5), (32, 3), (32, 5), (64, 5))]

@@ -20,11 +20,11 @@ from longspec.errors import UserError
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.admission import ROUND_BYTES
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import make_runner
+from longspec.inference.memory import ROUND_BYTES
 from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner

@@ -14,6 +14,7 @@ from longspec.inference.drafting.lookup import (
     PRIORS,
     LookupBranches,
     LookupDrafter,
+    TokenHistory,
 )
 from longspec.kernels.shared.tree import LookupState
 from longspec.kernels.torch.backend import TorchBackend
@@ -41,7 +42,7 @@ def test_proposal_is_what_a_plain_search_finds(vocab: int, device: str) -> None:
     lengths = [1, 7, 20]
     prompts = torch.randint(vocab, (3, 20), generator=generator)
     rows = [prompts[b, :length].tolist() for b, length in enumerate(lengths)]
-    drafter = LookupDrafter(3, GAMMA, torch.device(device))
+    drafter = LookupDrafter(TokenHistory(3, torch.device(device)), GAMMA)
     drafter.reserve(POSITIONS)
     drafter.start(prompts.to(device), torch.tensor(lengths, device=device))
     cache = SimpleNamespace(lengths=torch.tensor(lengths, dtype=torch.int32, device=device))
@@ -71,7 +72,7 @@ def test_a_proposal_does_not_depend_on_what_a_row_held_before(device: str) -> No
     cache, root = SimpleNamespace(lengths=torch.tensor([3], device=device)), torch.tensor([7], device=device)
     proposals = []
     for former in ([], [[5] * POSITIONS]):
-        drafter = LookupDrafter(1, GAMMA, torch.device(device))
+        drafter = LookupDrafter(TokenHistory(1, torch.device(device)), GAMMA)
         drafter.reserve(POSITIONS)
         for prompt in (*former, [7, 7, 7]):
             tokens = torch.tensor([prompt], device=device)
@@ -128,10 +129,11 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     noise = torch.rand(text.shape, generator=generator) < 0.05
     text[noise] = torch.randint(vocab, (int(noise.sum()),), generator=generator)
     runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"))
-    branches = LookupBranches(runner, 3, depth)  # type: ignore[arg-type]
+    history = TokenHistory(3, torch.device("cpu"))
+    branches = LookupBranches(runner, history, depth)  # type: ignore[arg-type]
     plain = [PlainBranches(depth) for _ in lengths]
-    branches.reserve(256)
-    branches.start(text[:, :40], torch.tensor(lengths))
+    history.reserve(256)
+    history.start(text[:, :40], torch.tensor(lengths))
     root_at, seen = torch.tensor(lengths), 0
     for step in range(14):
         root = text.gather(1, root_at[:, None])[:, 0]
@@ -156,7 +158,7 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
         counts = torch.tensor([step % 4, 1 + step % 2 * 12, 5 if step % 3 else 0])
         steps = torch.arange(14)
         positions = (root_at[:, None] + steps).clamp(max=199)
-        branches.feed(text.gather(1, positions), positions, steps < counts[:, None])
+        history.feed(text.gather(1, positions), positions, steps < counts[:, None])
         root_at = root_at + counts
     assert seen > 40 and branches.state.trials.sum() > 40
     branches.start(text[:, :40], torch.tensor(lengths))

@@ -11,7 +11,7 @@ from samplers import sampler
 
 from longspec.inference.acceptance import accept
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.drafting.lookup import LookupBranches
+from longspec.inference.drafting.lookup import LookupBranches, TokenHistory
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.round_record import Report, RowRound
@@ -51,7 +51,7 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
 
 def drafted(model: GlideMixin, shape: tuple[int, ...], temperature: float, lookup: bool = False) -> TreeDrafter:
     runner = Runner(model)
-    branches = LookupBranches(runner, 2, 15) if lookup else None
+    branches = LookupBranches(runner, TokenHistory(2, runner.device), 15) if lookup else None
     return TreeDrafter(runner, 2, shape, sampler(temperature, 2).drafting(), "reject", lookup=branches)
 
 

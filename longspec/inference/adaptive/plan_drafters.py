@@ -7,96 +7,71 @@ from copy import copy
 
 from torch import Tensor
 
-from longspec.inference.adaptive.plans import (
-    CPU_TREES,
-    CPU_WIDTH,
-    LOOKUPS,
-    MOST_NODES,
-    SERVED_LOOKUP,
-    SERVED_TREES,
-    TREES,
-    VANILLA,
-    Plan,
-)
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.decoder import DraftDecoder
-from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter
+from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
 from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.methods import DEFAULT_GAMMA, Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 
-
-def plans_for(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
-    """The plans of a target with trees of this shape and lookup branches, or without a draft."""
-    return (VANILLA, *_lookup_plans(LOOKUPS, drafting), *_tree_plans(CPU_TREES if on_cpu else TREES, drafting))
-
-
-def served_plans(drafting: Drafting, on_cpu: bool) -> tuple[Plan, ...]:
-    """The plans of a server."""
-    trees = _tree_plans(CPU_TREES if on_cpu else SERVED_TREES, drafting)
-    return (VANILLA, *_lookup_plans((SERVED_LOOKUP,), drafting), *trees)
-
-
-def _lookup_plans(usual: tuple[Plan, ...], drafting: Drafting) -> tuple[Plan, ...]:
-    """The chains of prompt lookup: those of `gamma` tokens if it is not the default, else the usual ones."""
-    return usual if drafting.gamma == DEFAULT_GAMMA else (Plan("lookup", drafting.gamma + 1),)
+VANILLA = Plan("vanilla", 1)
+LOOKUPS: tuple[Plan, ...] = (Plan("lookup", 5), Plan("lookup", 16))
+"""Chains from prompt lookup of 4 and 15 tokens."""
+TREES: tuple[tuple[int, int | None], ...] = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
+"""Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
+CPU_TREES = ((6, 2), (12, 4))
+"""The trees on a CPU, where the time of a round soon grows with the number of nodes: one and two times the tokens that
+`kernels.native` multiplies at once."""
+CPU_WIDTH = 3
+"""Largest width of a level of these trees. Wider levels hardly add accepted tokens, but take longer."""
+SERVED_LOOKUPS, SERVED_TREES = LOOKUPS[-1:], ((16, 2), (32, 3), (32, None))
+"""The lookup plans and the trees of a server, which has rounds for several batch sizes and ways to sample."""
+MOST_NODES = max(nodes for nodes, _ in TREES)
 
 
-def _tree_plans(trees: Sequence[tuple[int, int | None]], drafting: Drafting) -> list[Plan]:
-    """The plans of trees, which are given as in `plans.TREES`, from the smallest to the largest."""
+def plans_for(drafting: Drafting, on_cpu: bool, is_served: bool = False) -> tuple[Plan, ...]:
+    """The plans of a target, of which a server has fewer: vanilla, lookup, and trees from the smallest to the largest
+    if there is a draft."""
+    lookups, trees = (SERVED_LOOKUPS, SERVED_TREES) if is_served else (LOOKUPS, TREES)
+    if drafting.gamma != DEFAULT_GAMMA:
+        lookups = (Plan("lookup", drafting.gamma + 1),)
     if not drafting.has_draft:
-        return []
+        return (VANILLA, *lookups)
     # A small shape is the same tree under several budgets.
-    shapes = [(nodes, drafting.tree_shape[:levels]) for nodes, levels in trees]
+    shapes = [(nodes, drafting.tree_shape[:levels]) for nodes, levels in (CPU_TREES if on_cpu else trees)]
     most = drafting.tree_nodes or MOST_NODES
-    return sorted({Plan("tree", min(nodes, most, 1 + sum(shape)), len(shape)) for nodes, shape in shapes})
+    budgets = {Plan("tree", min(nodes, most, 1 + sum(shape)), len(shape)) for nodes, shape in shapes}
+    return (VANILLA, *lookups, *sorted(budgets))
 
 
 class PlanDrafter(WrappedDrafter):
     """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
 
-    def __init__(self, drafter: Drafter, history: LookupDrafter, draft: DraftDecoder | None, whole: DraftState) -> None:
+    def __init__(self, drafter: Drafter, history: TokenHistory, draft: DraftDecoder | None, whole: DraftState) -> None:
         """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft that the plan's
         rounds feed, if any. whole: the drafter of all plans; the rounds of each plan pass on what its draft reads."""
         super().__init__(drafter)
-        self.history = history
-        self.draft = draft
-        self.whole = whole
+        self.parts = (history,) if draft is None else (history, draft)
         self.reads_hidden, self.layer_inputs = whole.reads_hidden, whole.layer_inputs
-
-    def share(self, rows: slice, sampler: Sampler) -> PlanDrafter:
-        draft = self.draft and self.draft.narrow(rows)
-        history = self.history.share(rows, sampler)
-        return PlanDrafter(self.drafter.share(rows, sampler), history, draft, self.whole)
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        self.history.feed(tokens, positions, valid)
-        if self.draft is not None:
-            self.draft.feed(tokens, positions, valid, states)
 
 
 class PlanDrafters(DraftState):
     """The drafter of an engine with several plans. It reads the prompts; each plan proposes with its own drafter."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        batch: int,
-        sampler: Sampler,
-        plans: Sequence[Plan],
-        drafting: Drafting,
-    ) -> None:
+    def __init__(self, runner: Runner, batch: int, sampler: Sampler, plans: Sequence[Plan], drafting: Drafting) -> None:
         self.plans = tuple(plans)
         self.nodes = max(plan.nodes for plan in self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
-        self.history = LookupDrafter(batch, self.depth, runner.device)
+        self.history = TokenHistory(batch, runner.device)
         self.draft: DraftDecoder | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
-            branches = LookupBranches(runner, batch, runner.model.draft_model.window - 1)
+            branches = LookupBranches(runner, self.history, runner.model.draft_model.window - 1)
             tree_shape = drafting.tree_shape
             if runner.device.type == "cpu":
                 tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]
@@ -113,7 +88,7 @@ class PlanDrafters(DraftState):
         # What the target computes at a token is gone after its round.
         draft = self.draft if self.layer_inputs else None
         if plan.kind == "lookup":
-            drafter = self.history.with_depth(plan.nodes - 1)
+            drafter = LookupDrafter(self.history, plan.nodes - 1)
         elif plan.kind == "tree":
             assert self.tree is not None
             drafter = self.tree.cut(plan.nodes, plan.levels)
@@ -122,31 +97,16 @@ class PlanDrafters(DraftState):
 
     def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
         part = copy(self)
-        part.history = self.history.share(rows, sampler)
+        part.history = self.history.narrow(rows)
         if self.tree is not None:
             part.tree = self.tree.share(rows, sampler)
             part.draft = part.tree.draft
         return part
 
-    def reserve(self, capacity: int) -> None:
-        self.history.reserve(capacity)
-        if self.tree is not None:
-            self.tree.reserve(capacity)
-            assert self.tree.lookup is not None
-            self.tree.lookup.share_history(self.history.history)
-
-    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
-        if self.draft is not None:
-            self.draft.feed(tokens, positions, valid, states)
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.history.start(prompts, lengths)
-        if self.tree is not None:
-            self.tree.start(prompts, lengths)
-
-    def row_states(self) -> list[Tensor]:
-        return self.history.row_states() if self.tree is None else self.tree.row_states()
+    @property
+    def parts(self) -> list[RowState]:  # type: ignore[override]
+        return [self.history] if self.tree is None else [self.tree]  # which has the same history
 
     def refill(self, lengths: Tensor) -> None:
         if self.draft is not None and not self.layer_inputs:
-            self.draft.refill(self.history.history, lengths.long())
+            self.draft.refill(self.history.tokens, lengths.long())

@@ -1,4 +1,4 @@
-"""The plans that "auto" chooses from."""
+"""The plans that "auto" chooses from; `plan_drafters` has those of each device."""
 
 from __future__ import annotations
 
@@ -29,18 +29,3 @@ class Plan(NamedTuple):
     def covers(self, other: Plan) -> bool:
         """Whether a round of this tree tells what another tree would have accepted."""
         return self.kind == "tree" and other.nodes <= self.nodes and other.levels <= self.levels
-
-
-VANILLA = Plan("vanilla", 1)
-LOOKUPS = (Plan("lookup", 5), Plan("lookup", 16))
-"""Chains from prompt lookup of 4 and 15 tokens."""
-TREES = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
-"""Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
-CPU_TREES = ((6, 2), (12, 4))
-"""The trees on a CPU, where the time of a round soon grows with the number of nodes: one and two times the tokens that
-`kernels.native` multiplies at once."""
-CPU_WIDTH = 3
-"""Largest width of a level of these trees. Wider levels hardly add accepted tokens, but take longer."""
-SERVED_LOOKUP, SERVED_TREES = LOOKUPS[-1], ((16, 2), (32, 3), (32, None))
-"""The lookup plan and the trees of a server, which has rounds for several batch sizes and ways to sample."""
-MOST_NODES = max(nodes for nodes, _ in TREES)

@@ -84,11 +84,6 @@ class BatchTimes:
         return self.by_size[min(self.by_size)].refill
 
 
-def cache_file(key: dict[str, Any]) -> Path:
-    """The file of a key."""
-    return user_cache("round_times") / f"{_digest(key)}.json"
-
-
 def cache_key(kernels: KernelKey, plans: Sequence[Plan], config: PreTrainedConfig, room: int) -> dict[str, Any]:
     """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
 
@@ -116,7 +111,7 @@ def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[]
 
     Ranks that share a target measure together and take rank 0's times, so that all choose the same plans.
     """
-    path = cache_file(key)
+    path = user_cache("round_times") / f"{_digest(key)}.json"
     times = same_on_all_ranks(lambda: load_times(path, plans))
     if times is None:
         measured = measure()
@@ -133,41 +128,31 @@ def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
         if not time.time() < content["expires"]:
             return None
         times = content["times"]
-        low, high = times["contexts"]
-        seconds = {
-            plan.name: (float(at_low), float(at_high))
-            for plan in plans
-            for at_low, at_high in [times["seconds"][plan.name]]
-        }
-        loaded = RoundTimes((int(low), int(high)), seconds, float(times["refill"]))
+        low, high = map(int, times["contexts"])
+        at_low, at_high = ([float(times["seconds"][plan.name][end]) for plan in plans] for end in (0, 1))
+        refill, names = float(times["refill"]), [plan.name for plan in plans]
+        if not (0 <= low < high and refill >= 0 and all(math.isfinite(n) and n > 0 for n in (*at_low, *at_high))):
+            raise ValueError("not times of rounds")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, LookupError):
         logger.warning("%s: damaged; the times of rounds are measured again", path)
         return None
-    numbers = [number for pair in seconds.values() for number in pair]
-    if not (0 <= low < high and loaded.refill >= 0 and all(math.isfinite(n) and n > 0 for n in numbers)):
-        logger.warning("%s: not times of rounds; they are measured again", path)
-        return None
-    return loaded
+    return RoundTimes((low, high), dict(zip(names, zip(at_low, at_high, strict=True), strict=True)), refill)
 
 
 def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
     """Write a file of the cache atomically. On failure a warning is logged, and each process measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"key": key, "times": asdict(times), "expires": time.time() + _lifetime_s()}
+        # This process has a thread per core itself.
+        is_busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1
+        lifetime_s = BUSY_LIFETIME_S if is_busy else LIFETIME_S
+        content = {"key": key, "times": asdict(times), "expires": time.time() + lifetime_s}
         with replacing(path) as unfinished:
             unfinished.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         logger.warning("%s: the times of rounds are not kept (%s)", path, error)
-
-
-def _lifetime_s() -> float:
-    """Seconds for which times of rounds that were just measured are valid."""
-    # This process has a thread per core itself.
-    is_busy = os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 1
-    return BUSY_LIFETIME_S if is_busy else LIFETIME_S
 
 
 def forget_times() -> None:

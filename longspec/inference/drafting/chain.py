@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longspec.inference.cache import Fault, TargetCache
+from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.sampling import Sampler
-
-
-class ChainModel(Protocol):
-    """A model that continues a chain token by token."""
-
-    reads_hidden: bool
-    layer_inputs: tuple[int, ...]
-
-    def reserve(self, capacity: int) -> None: ...
-
-    def narrow(self, rows: slice) -> ChainModel:
-        """The model for some consecutive rows, on the same state."""
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None: ...
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None: ...
-
-    def row_states(self) -> list[Tensor]: ...
-
-    def feature(self, cache: TargetCache) -> Tensor | None:
-        """What all steps of a round read of the target, if anything."""
-
-    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None) -> Tensor:
-        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain; the root is node 0."""
 
 
 class ChainDrafter(Drafter):
     """A chain of gamma tokens: the argmax at temperature 0, else draws under the target's sampling settings."""
 
-    def __init__(self, model: ChainModel, gamma: int, sampler: Sampler) -> None:
+    def __init__(self, model: DraftDecoder, gamma: int, sampler: Sampler) -> None:
         self.model = model
+        self.parts = (model,)
         self.depth = gamma
         self.nodes = gamma + 1
         self.kind: Hashable = (type(self), type(model), gamma)
@@ -50,21 +27,6 @@ class ChainDrafter(Drafter):
 
     def share(self, rows: slice, sampler: Sampler) -> ChainDrafter:
         return ChainDrafter(self.model.narrow(rows), self.depth, sampler)
-
-    def reserve(self, capacity: int) -> None:
-        self.model.reserve(capacity)
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.model.start(prompts, lengths)
-
-    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
-        self.model.feed(tokens, positions, valid, states)
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        self.model.feed(tokens, positions, valid, states)
-
-    def row_states(self) -> list[Tensor]:
-        return self.model.row_states()
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         watch, feature = cache.watch(Fault.DRAFT), self.model.feature(cache)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.runner import Runner
 from longspec.models.draft import Draft
 
@@ -35,14 +36,9 @@ class Level(NamedTuple):
         return self.all_parents[:, self.first : self.first + self.tokens.shape[1]]
 
 
-class DraftDecoder:
-    """The decoding state of a draft for B rows. Its methods use tensor operations of static shape, so that they can be
-    captured in a CUDA graph. Without its own implementation a method but `level` does nothing."""
+class DraftDecoder(RowState):
+    """The decoding state of a draft for B rows. A subclass implements at least `level`."""
 
-    reads_hidden: bool = False
-    """Whether it reads `TargetCache.newest_hidden`."""
-    layer_inputs: tuple[int, ...] = ()
-    """Layers of the target whose inputs `feed` gets. The prompt's tokens are then fed as well, before `start`."""
     ids: Tensor | None = None
     """LongTensor [B, C]: the token of each column of the logits; None if columns are tokens."""
 
@@ -71,9 +67,6 @@ class DraftDecoder:
         per row and position. longest: most tokens of a text."""
         return 0, 0
 
-    def reserve(self, capacity: int) -> None:
-        """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
-
     def narrow(self, rows: slice) -> Self:
         """The decoder for some consecutive rows, on the same state."""
         return copy(self)
@@ -84,19 +77,8 @@ class DraftDecoder:
         part.nodes = nodes
         return part
 
-    def row_states(self) -> list[Tensor]:
-        """All tensors [B, ...] that hold state of the rows, as views."""
-        return []
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Take accepted tokens at consecutive positions, each token once.
-
-        tokens, positions: LongTensor [B, T]; valid: bool [B, T]. states: [B, T, n · hidden], the inputs of the target's
-        n layers `layer_inputs` at these tokens; None without any.
-        """
+    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
+        self.feed(tokens, positions, valid, states)
 
     def refill(self, tokens: Tensor, lengths: Tensor) -> None:
         """Take the newest tokens of each row, which rounds without the draft did not feed.
@@ -125,4 +107,6 @@ class DraftDecoder:
         """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
         if self.ids is None:
             return logits
-        return logits.new_full((len(logits), self.runner.config.vocab_size), -torch.inf).scatter(1, self.ids, logits)
+        whole = logits.new_full((len(logits), self.runner.config.vocab_size), -torch.inf)
+        # The maximum, because columns without a token have the id of some other one, and the logit -inf.
+        return whole.scatter_reduce_(1, self.ids, logits, "amax")

@@ -46,7 +46,8 @@ class GlideDraft(DraftDecoder):
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
         """Fill the window with the last W tokens of each prompt, and the head; see `DraftDecoder.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
-        self.cache.clear()
+        self.cache.keys.zero_()
+        self.cache.values.zero_()
         self.refill(prompts, lengths)
         if self.head is not None:
             self.head.start(prompts, lengths)
@@ -87,6 +88,3 @@ class GlideDraft(DraftDecoder):
         given = level.tokens, positions, self.cache, level.first, self_attend, cross_attends, feature
         hidden = self.runner.draft(*given)
         return self.runner.logits(hidden) if self.head is None else self.head.logits(hidden)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        return logits if self.head is None else self.head.whole(logits)

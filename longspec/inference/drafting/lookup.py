@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.tree import Branches, LookupState
@@ -25,16 +26,34 @@ PRIOR_WEIGHT = 4.0
 """Number of trials that PRIORS count as."""
 
 
-def store_tokens(history: Tensor, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-    """Write tokens [B, T] to history [B, S] at positions [B, T], where `valid`."""
-    positions = positions.long()
-    history.scatter_(1, positions, tokens.where(valid, history.gather(1, positions)))
+class TokenHistory(RowState):
+    """The text of each row."""
 
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(batch, 0, dtype=torch.long, device=device)
+        """LongTensor [B, capacity]: the token at each position; after the root, 0 or the prompts' padding."""
 
-def store_prompts(history: Tensor, prompts: Tensor) -> None:
-    """Fill history [B, S] with prompts [B, P]. The rest becomes 0, because a row can have held other tokens."""
-    history[:, : prompts.shape[1]] = prompts
-    history[:, prompts.shape[1] :] = 0
+    def narrow(self, rows: slice) -> TokenHistory:
+        """The texts of some consecutive rows, in the same tensor."""
+        part = copy(self)
+        part.tokens = self.tokens[rows]
+        return part
+
+    def reserve(self, capacity: int) -> None:
+        if self.tokens.shape[1] < capacity:
+            self.tokens = self.tokens.new_zeros(len(self.tokens), capacity)
+
+    def start(self, prompts: Tensor, lengths: Tensor) -> None:
+        """The rest of a row becomes 0, because it can have held other tokens."""
+        self.tokens[:, : prompts.shape[1]] = prompts
+        self.tokens[:, prompts.shape[1] :] = 0
+
+    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
+        positions = positions.long()
+        self.tokens.scatter_(1, positions, tokens.where(valid, self.tokens.gather(1, positions)))
+
+    def row_states(self) -> list[Tensor]:
+        return [self.tokens]
 
 
 class LookupDrafter(Drafter):
@@ -44,67 +63,46 @@ class LookupDrafter(Drafter):
     the target's own draws. All operations have static shapes.
     """
 
-    def __init__(self, batch: int, gamma: int, device: torch.device) -> None:
+    def __init__(self, history: TokenHistory, gamma: int) -> None:
+        self.history = history
+        self.parts = (history,)
         self.depth = gamma
         self.nodes = gamma + 1
         self.kind: Hashable = (type(self), gamma)
-        self.history = torch.zeros(batch, 0, dtype=torch.long, device=device)
-        """LongTensor [B, capacity]: the token at each position; after the root, 0 or the prompts' padding."""
 
     def share(self, rows: slice, sampler: Sampler) -> LookupDrafter:
-        part = copy(self)
-        part.history = self.history[rows]
-        return part
-
-    def with_depth(self, gamma: int) -> LookupDrafter:
-        """A drafter of chains of `gamma` tokens on the same history."""
-        part = copy(self)
-        part.depth = gamma
-        part.nodes = gamma + 1
-        part.kind = (type(self), gamma)
-        return part
-
-    def reserve(self, capacity: int) -> None:
-        if self.history.shape[1] < capacity:
-            self.history = self.history.new_zeros(len(self.history), capacity)
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        store_prompts(self.history, prompts)
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        store_tokens(self.history, tokens, positions, valid)
-
-    def row_states(self) -> list[Tensor]:
-        return [self.history]
+        return LookupDrafter(self.history.narrow(rows), self.depth)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
-        self.history.scatter_(1, cache.lengths[:, None].long(), root[:, None])
+        text = self.history.tokens
+        text.scatter_(1, cache.lengths[:, None].long(), root[:, None])
         # Without a match the chain starts anywhere.
-        ends, _ = longest_matches(self.history, cache.lengths, LONGEST_MATCH, chains=1)
+        ends, _ = longest_matches(text, cache.lengths, LONGEST_MATCH, chains=1)
         following = ends + torch.arange(1, self.depth + 1, device=root.device)
-        tokens = self.history.gather(1, following.clamp(max=self.history.shape[1] - 1))
+        tokens = text.gather(1, following.clamp(max=text.shape[1] - 1))
         proposal = chain(torch.cat([root[:, None], tokens], 1))
         proposal.from_lookup = torch.ones_like(proposal.tokens, dtype=torch.bool)
         return proposal
 
 
-class LookupBranches:
+class LookupBranches(RowState):
     """Continuations of earlier matches that join a tree as branches, with their probability estimated from the share of
     such continuations that were right so far in the row.
 
     The branches depend on the tokens before the tree's root alone, and not on draws of the round.
     """
 
-    def __init__(self, runner: Runner, batch: int, depth: int) -> None:
-        """depth: largest number of tokens of a branch."""
+    def __init__(self, runner: Runner, history: TokenHistory, depth: int) -> None:
+        """history: fed and started by others. depth: largest number of tokens of a branch."""
         self.backend, device = runner.backend, runner.device
+        self.history, batch = history, len(history.tokens)
         self.depth = min(depth, max(BRANCH_SIZES))
         sizes = [min(size, self.depth) for size in BRANCH_SIZES]
         self.nodes = sum(sizes)
         self.sizes = torch.tensor(sizes, device=device)
         shape = (batch, len(sizes), self.depth)
-        self.state = LookupState(
-            history=torch.zeros(batch, 0, dtype=torch.long, device=device),
+        self._state = LookupState(
+            history=history.tokens,
             hits=torch.zeros(batch, len(PRIORS), device=device),
             trials=torch.zeros(batch, len(PRIORS), device=device),
             priors=torch.tensor(PRIORS, device=device),
@@ -117,32 +115,23 @@ class LookupBranches:
     def narrow(self, rows: slice) -> LookupBranches:
         """The branches of some consecutive rows, on the same state."""
         part = copy(self)
-        priors = self.state.priors
-        part.state = LookupState(*(values[rows] for values in self.state))._replace(priors=priors)
+        part.history = self.history.narrow(rows)
+        part._state = LookupState(*(values[rows] for values in self._state))._replace(priors=self._state.priors)
         return part
 
-    def reserve(self, capacity: int) -> None:
-        history = self.state.history
-        if history.shape[1] < capacity:
-            self.share_history(history.new_zeros(len(history), capacity))
-
-    def share_history(self, history: Tensor) -> None:
-        """Take over history, LongTensor [B, capacity], which others may feed as well."""
-        self.state = self.state._replace(history=history)
+    @property
+    def state(self) -> LookupState:
+        return self._state._replace(history=self.history.tokens)
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        store_prompts(self.state.history, prompts)
         for values in (self.state.hits, self.state.trials, self.state.match_lengths):
             values.zero_()
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor) -> None:
-        store_tokens(self.state.history, tokens, positions, valid)
-
     def row_states(self) -> list[Tensor]:
-        state = self.state
-        return [state.history, state.hits, state.trials, state.tokens, state.match_lengths, state.roots]
+        state = self._state
+        return [state.hits, state.trials, state.tokens, state.match_lengths, state.roots]
 
     def propose(self, root: Tensor, lengths: Tensor) -> Branches:
         """The branches below root, LongTensor [B], at positions lengths [B]. Every round returns the same tensors."""
         self.backend.extend_branches(self.state, root, lengths, self.sizes, PRIOR_WEIGHT)
-        return Branches(self.state.tokens, self.state.scores)
+        return Branches(self._state.tokens, self._state.scores)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.runner import Runner
+from longspec.inference.drafting.decoder import DraftDecoder
 
 SINK = 32
 """Number of tokens at the beginning that stay visible."""
@@ -14,36 +14,11 @@ RECENT = 1024
 """Number of tokens before the root that stay visible."""
 
 
-class SparseTarget:
+class SparseTarget(DraftDecoder):
     """The target, reading a constant number of KV entries: SINK + RECENT accepted tokens and the chain so far.
 
     Its own keys and values go to the slots after the accepted tokens, where verification overwrites them.
     """
-
-    reads_hidden = False
-    layer_inputs: tuple[int, ...] = ()
-
-    def __init__(self, runner: Runner, gamma: int) -> None:
-        self.runner = runner
-        self.gamma = gamma
-
-    def reserve(self, capacity: int) -> None:
-        pass
-
-    def narrow(self, rows: slice) -> SparseTarget:
-        return self
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        pass  # its whole state is the target's cache
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        pass
-
-    def row_states(self) -> list[Tensor]:
-        return []
-
-    def feature(self, cache: TargetCache) -> None:
-        pass
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None = None) -> Tensor:
         """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain."""
@@ -60,7 +35,7 @@ class SparseTarget:
         return self.runner.logits(hidden)[:, 0]
 
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """The slots to read, LongTensor [B, SINK + RECENT + gamma], and which of them are visible, bool of that shape.
+        """The slots to read, LongTensor [B, SINK + RECENT + nodes], and which of them are visible, bool of that shape.
 
         The shape is static. If a row is short, recent slots that overlap the sink or precede slot 0 are masked.
         """
@@ -68,7 +43,7 @@ class SparseTarget:
         root = lengths[:, None]
         sink = torch.arange(SINK, device=device).expand(len(lengths), -1)
         recent = root + torch.arange(-RECENT, 0, device=device)
-        nodes = root + torch.arange(self.gamma, device=device)
+        nodes = root + torch.arange(self.nodes, device=device)
         slots = torch.cat([sink, recent, nodes], 1)
         visible = torch.cat([sink < root, recent >= SINK, nodes <= root + step], 1)
         return slots.clamp(0, capacity - 1), visible

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import TargetCache
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.sampling import Sampler
 
 
@@ -67,9 +68,8 @@ def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
     )
 
 
-class DraftState:
-    """The state of a drafting strategy for one batch. Its methods use tensor operations of static shape, so that they
-    can be captured in a CUDA graph. Without its own implementation a method does nothing."""
+class DraftState(RowState):
+    """The state of a drafting strategy for one batch."""
 
     depth: int
     """Number of tokens on its longest path; a round emits at most depth + 1 tokens."""
@@ -77,30 +77,12 @@ class DraftState:
     """Number of nodes of a proposal, the root included."""
     kind: Hashable
     """A key that is equal for drafters which launch the same kernels, given the same batch size."""
-    reads_hidden: bool = False
-    """Whether `propose` reads `TargetCache.newest_hidden`."""
-    layer_inputs: tuple[int, ...] = ()
-    """Layers of the target whose inputs the draft reads: `feed` gets those at accepted tokens, and `feed_prompt` those
-    at the prompt's."""
     plans: tuple[Plan, ...] = ()
     """The plans of method "auto"; empty for other methods."""
-
-    def reserve(self, capacity: int) -> None:
-        """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
 
     def share(self, rows: slice, sampler: Sampler) -> Self:
         """One for some consecutive rows on the state of this one, which may follow another sampler."""
         raise NotImplementedError
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Read the prompts. prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B]."""
-
-    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
-        """Take a chunk of the prompts, before `start`, if `layer_inputs` has any. Arguments as in `Drafter.feed`."""
-
-    def row_states(self) -> list[Tensor]:
-        """All tensors [B, ...] that hold state of the rows, as views: copying a row of each moves a row's draft."""
-        return []
 
     def refill(self, lengths: Tensor) -> None:
         """Take the newest tokens up to the roots, which rounds of other plans did not feed. lengths: int [B]."""
@@ -117,13 +99,6 @@ class Drafter(DraftState):
         """Propose a tree. root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
         raise NotImplementedError
 
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Take accepted tokens, in order of position: each token exactly once.
-
-        tokens, positions: LongTensor [B, depth + 1]; valid: bool [B, depth + 1], False for entries to be ignored.
-        states: [B, depth + 1, n · hidden], what the target's n layers `layer_inputs` read at these tokens.
-        """
-
     def for_plan(self, plan: Plan | None) -> Drafter:
         return self
 
@@ -133,23 +108,11 @@ class WrappedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.parts = (drafter,)
         self.depth = drafter.depth
         self.nodes = drafter.nodes
         self.kind = (type(self), drafter.kind)
         self.reads_hidden, self.layer_inputs = drafter.reads_hidden, drafter.layer_inputs
-
-    def reserve(self, capacity: int) -> None:
-        self.drafter.reserve(capacity)
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.drafter.start(prompts, lengths)
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        more = () if states is None else (states,)  # a drafter of the user's own need not know the argument
-        self.drafter.feed(tokens, positions, valid, *more)
-
-    def row_states(self) -> list[Tensor]:
-        return self.drafter.row_states()
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         return self.drafter.propose(root, cache)

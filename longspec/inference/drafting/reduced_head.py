@@ -38,11 +38,6 @@ class ReducedHead:
         """[rows, C]: 0, and -inf for empty columns."""
 
     @property
-    def columns(self) -> int:
-        """C."""
-        return self.ids.shape[1]
-
-    @property
     def regions(self) -> Tensor:
         """The weights of the rows' own tokens, [rows, E, hidden]."""
         start = self.listed + self.first_row * self.extra
@@ -76,15 +71,10 @@ class ReducedHead:
         """hidden [B, n, hidden] -> logits [B, n, C]."""
         if len(self.ids) == 1 and self.first_row == 0:
             # The list and the first row's own tokens are adjacent: one product.
-            return self.runner.product(hidden, self.weight[: self.columns], self.bias[0])
+            return self.runner.product(hidden, self.weight[: self.ids.shape[1]], self.bias[0])
         listed = self.runner.product(hidden, self.weight[: self.listed])
         own = torch.baddbmm(self.bias[:, None, self.listed :], hidden, self.regions.transpose(1, 2))
         return torch.cat([listed, own], 2)
-
-    def whole(self, logits: Tensor) -> Tensor:
-        """Logits [B, C] over columns -> logits [B, V] over all tokens, -inf for those without a column."""
-        # The maximum, because empty columns have the id of some other token.
-        return logits.new_full((len(logits), self.vocab), -torch.inf).scatter_reduce_(1, self.ids, logits, "amax")
 
 
 def head_bytes(config: PreTrainedConfig, dtype: torch.dtype, listed: int | None, rows: int) -> int:

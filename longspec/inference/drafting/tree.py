@@ -16,6 +16,7 @@ from longspec.inference.drafting.decoder import DraftDecoder, Level
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.lookup import LookupBranches
 from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.drafting.row_state import RowState
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
@@ -128,32 +129,18 @@ class TreeDrafter(Drafter):
         """Number of draft tokens on the longest path that can be verified."""
         return min(max(len(self.shape), self.lookup.depth if self.lookup else 0), self.nodes - 1)
 
-    def reserve(self, capacity: int) -> None:
-        self.draft.reserve(capacity)
-        if self.lookup is not None:
-            self.lookup.reserve(capacity)
-
-    def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        self.draft.start(prompts, lengths)
-        if self.lookup is not None:
-            self.lookup.start(prompts, lengths)
-
-    def feed_prompt(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor) -> None:
-        self.draft.feed(tokens, positions, valid, states)
-
-    def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        self.draft.feed(tokens, positions, valid, states)
-        if self.lookup is not None:
-            self.lookup.feed(tokens, positions, valid)
-
-    def row_states(self) -> list[Tensor]:
-        return self.draft.row_states() + ([] if self.lookup is None else self.lookup.row_states())
+    @property
+    def parts(self) -> list[RowState]:  # type: ignore[override]
+        return [self.draft] if self.lookup is None else [self.draft, self.lookup.history, self.lookup]
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Grow a tree from the root, and select the nodes to be verified."""
         tree = self.tree
         tree.tokens[:, 0] = root
-        noise = self._noise()
+        noise = []
+        if self.q is not None:  # exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children
+            like = self.q[..., : self.draft.columns]
+            noise = self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
         watch, feature = cache.watch(Fault.DRAFT), self.draft.feature(cache)
         grow_level = self.runner.backend.grow_level
         terms = self.sampler.draft_terms(self.runner.config.vocab_size, self.draft.ids)
@@ -199,13 +186,6 @@ class TreeDrafter(Drafter):
             from_lookup=None if branches is None else selected.in_branch,
             ranks=selected.ranks,
         )
-
-    def _noise(self) -> list[Tensor]:
-        """Exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children. One launch draws it."""
-        if self.q is None:
-            return []
-        like = self.q[..., : self.draft.columns]
-        return self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
 
 
 def least_scores(nodes: int, lookup: LookupBranches) -> Tensor:

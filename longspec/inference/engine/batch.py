@@ -22,10 +22,10 @@ from longspec.inference.engine.rounds import Round, Rounds
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
 from longspec.inference.methods import Drafting
 from longspec.inference.process_group import repeated
-from longspec.inference.request import Sampling, joined_penalties
+from longspec.inference.request import Sampling
 from longspec.inference.row_settings import served_penalties
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
+from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind, sampling_kind
 
 PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
@@ -90,10 +90,8 @@ class Batch(BatchRows):
 
     @repeated
     def capture(self, usual: Sampling | None = None) -> None:
-        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty.
-
-        usual: settings of most requests, whose penalties the rounds have; None for no penalties.
-        """
+        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty. usual: see
+        `RequestEngine.prepare`."""
         if self.details:
             self.reader.capture()
         if not self.runner.capturable:
@@ -135,11 +133,10 @@ class Batch(BatchRows):
         theirs."""
         if len(self.kinds) == 1:
             return self.kinds[0]
-        greedy = all(sampling.greedy for sampling in samplings)
-        filters = {name for sampling in samplings for name in sampling.filters}
-        kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if filters <= set(kind.filters))
-        joined = served_penalties if self.runner.capturable else joined_penalties
-        return kind._replace(penalties=joined(samplings))
+        needed = sampling_kind(samplings)
+        greedy = needed.rows == "greedy"
+        kind = GREEDY_KIND if greedy else next(kind for kind in KINDS[1:] if {*needed.filters} <= {*kind.filters})
+        return kind._replace(penalties=served_penalties(samplings) if self.runner.capturable else needed.penalties)
 
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the rounds of all plans, in the batch's first kind, from the cache if it has them."""
@@ -219,7 +216,7 @@ class Batch(BatchRows):
 
     @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
-        """Read the next tokens of a row's prompt; `logprobs.scores` of the tokens after each of them, per token.
+        """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, per token.
 
         chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
         ValueError for logits that are NaN.
@@ -246,7 +243,7 @@ class Batch(BatchRows):
 
         part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
         token, its log-probability at temperature 1 (0 without details), and the row's fault; then, if `scored`,
-        `logprobs.scores` of it.
+        `round_record.scores` of it.
         """
         last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)

@@ -43,13 +43,9 @@ def warm_up(engine: Rounds) -> None:
     The engine is left as it was.
     """
     warm_kinds = _warm_kinds.setdefault(engine.runner.model, set())
-    kind = engine.kind
-    if kind in warm_kinds:
-        return
-
-    no_row = torch.zeros_like(engine.root, dtype=torch.bool)
-    engine.round(no_row)
-    warm_kinds.add(kind)
+    if engine.kind not in warm_kinds:
+        engine.round(torch.zeros_like(engine.root, dtype=torch.bool))
+        warm_kinds.add(engine.kind)
 
 
 class CapturedPass(Generic[T]):

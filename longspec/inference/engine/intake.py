@@ -16,10 +16,11 @@ import torch
 from longspec.errors import first_line
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.clients import Clients
 from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
-from longspec.inference.engine.requests import Counts, Event, PromptScores, Ticket
-from longspec.inference.engine.round_record import TokenScore
-from longspec.inference.engine.rows import Row, Rows, Running
+from longspec.inference.engine.requests import PromptScores, Ticket
+from longspec.inference.engine.round_record import RowRound, read_scores
+from longspec.inference.engine.rows import Row, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,10 @@ class Outcome(NamedTuple):
     """The end of a prompt's prefill."""
 
     row: Row
-    root: int = 0
-    """The first token of the answer."""
-    logprob: float = 0.0
-    fault: int = 0
-    scores: list[float] | None = None
-    """`logprobs.scores` of the token, if the request asks for alternatives."""
+    played: RowRound = RowRound([0])
+    """The first token of the answer, as of a round."""
+    scores: list[list[float]] | None = None
+    """`round_record.scores` of the token, if any request asks for alternatives."""
     failure: str = ""
     """Why the prompt could not be read; the other fields then have no meaning."""
 
@@ -48,36 +47,36 @@ class Intake:
         self,
         batch: Batch,
         rows: Rows,
-        counts: Counts,
-        outbox: list[tuple[Ticket, Event]],
+        clients: Clients,
         chunk: int | None,
         controller: Controller | None,
         refill: int = 1,
     ) -> None:
-        """outbox: takes the events. chunk: most prompt tokens that are read between two rounds; None reads all prompts
-        before the first one. controller: that of method "auto". refill: see `EngineSettings`."""
+        """chunk: most prompt tokens that are read between two rounds; None reads all prompts before the first one.
+        controller: that of method "auto". refill: see `EngineSettings`."""
         self.batch = batch
-        self.outbox = outbox
         self.rows = rows
-        self.counts = counts
+        self.clients = clients
         self.reads_all = chunk is None
         self.chunk = PREFILL_TOKENS if chunk is None else chunk
         """Most tokens of a pass."""
         self.controller = controller
         self.refill = refill
+        self.waiting: deque[Ticket] = deque()
+        """Requests without a row. Other threads add some."""
         self.reading: list[Row] = []
         """The rows whose prompts are read, in order of arrival."""
         self.held: Ticket | None = None
         """The next request, while another row reads a prefix of its prompt."""
 
-    def read(self, waiting: deque[Ticket]) -> Iterator[list[Outcome]]:
+    def read(self) -> Iterator[list[Outcome]]:
         """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them.
 
         Yields what each pass ends.
         """
         budget = self.chunk
         while budget > 0:
-            self._admit(waiting)
+            self._admit()
             if not self.reading:
                 return
             rows = self._next_rows(budget)
@@ -97,6 +96,16 @@ class Intake:
         """Whether enough rows are idle for the next requests."""
         return bool(self.reading) or len(self.rows.idle) >= self.refill
 
+    def drop_cancelled(self) -> None:
+        """End the requests without a row that were cancelled: they must not hold places in the queue."""
+        for ticket in [*self.waiting]:  # a copy, because other threads add requests meanwhile
+            if ticket.cancelled:
+                self.waiting.remove(ticket)
+                self.clients.finish(ticket, "cancelled")
+        if self.held is not None and self.held.cancelled:
+            self.clients.finish(self.held, "cancelled")
+            self.held = None
+
     def drop(self, row: Row) -> None:
         """Forget a row whose request has ended."""
         if row in self.reading:
@@ -113,44 +122,49 @@ class Intake:
         """Of several rows, each is read alone, which tells whose failure it is."""
         for row in rows:
             self.forget(row)
-            if len(rows) > 1 and row.job is not None:
-                row.job.reads_alone = True
-                if row.job.trace is not None and self.controller is not None:
-                    row.job.trace = self.controller.new_trace()
+            if len(rows) > 1:
+                row.ticket.reads_alone = True
+                if self.controller is not None and row.ticket.trace is not None:
+                    row.ticket.trace = self.controller.new_trace()
         return [Outcome(rows[0], failure=failure)] if len(rows) == 1 else []
 
-    def _admit(self, waiting: deque[Ticket]) -> None:
+    def _admit(self) -> None:
         """Give rows to the waiting requests, as many as the next passes read."""
         if not self.is_due():
             return
         unread = sum(row.unread for row in self.reading)
         admitted: list[Row] = []
-        while self.rows.idle and unread < self.chunk and (self.held or waiting):
-            ticket, self.held = self.held or waiting.popleft(), None
-            prompt = np.array(ticket.request.prompt, dtype=np.int64)
-            if not self.reads_all and self._is_read(prompt):
+        while self.rows.idle and unread < self.chunk and (self.held or self.waiting):
+            ticket, self.held = self.held or self.waiting.popleft(), None
+            ticket.prompt = np.array(ticket.request.prompt, dtype=np.int64)
+            if not self.reads_all and self._is_read(ticket.prompt):
                 self.held = ticket
                 break
-            row = self._give_row(ticket, prompt)
+            row = self._give_row(ticket)
             unread += row.unread
             admitted.append(row)
             self.reading.append(row)
         if admitted:
-            self._assign(admitted)
+            requests = [row.ticket.request for row in admitted]
+            samplings = [request.sampling for request in requests]
+            # Every row has a seed, so that its random numbers do not depend on the other rows.
+            seeds = [secrets.randbits(64) if sampling.seed is None else sampling.seed for sampling in samplings]
+            numbers, lengths = [row.number for row in admitted], [len(row.tokens) for row in admitted]
+            self.batch.assign(numbers, lengths, samplings, seeds, [request.speculate for request in requests])
 
     def _is_read(self, prompt: np.ndarray) -> bool:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
         if self.batch.drafter.layer_inputs:
             return False
-        ends = [(row.job.prompt, len(row.tokens) + LEAST_SHARED) for row in self.reading if row.job is not None]
+        ends = [(row.ticket.prompt, len(row.tokens) + LEAST_SHARED) for row in self.reading]
         return any(
             min(len(prompt), len(other)) >= end and prompt[:end].tobytes() == other[:end].tobytes()
             for other, end in ends
         )
 
-    def _give_row(self, ticket: Ticket, prompt: np.ndarray) -> Row:
+    def _give_row(self, ticket: Ticket) -> Row:
         """Give a row to a request, and the prefix that some row shares with it."""
-        request = ticket.request
+        request, prompt = ticket.request, ticket.prompt
         row, source, cached = self.rows.take(prompt)
         if self.refill > 1:
             cached -= cached % LEAST_SHARED  # rows that have read equally many tokens are read together
@@ -161,33 +175,23 @@ class Intake:
         if row is not source:
             self.batch.copy_prefix(source.number, row.number, cached)
         row.tokens = array("q", prompt[:cached].tobytes())
-        row.job = Running(ticket, prompt, reads_alone=request.scores_prompt)
+        row.job, ticket.reads_alone = ticket, request.scores_prompt
         ticket.started, ticket.cached_prompt_tokens = time.perf_counter(), cached
         if self.controller is not None and request.speculate:
-            row.job.trace = self.controller.new_trace()
+            ticket.trace = self.controller.new_trace()
             if cached:
-                row.job.trace.read(prompt[:cached])
-        self.counts.prompt_tokens += len(request.prompt)
-        self.counts.cached_prompt_tokens += cached
+                ticket.trace.read(prompt[:cached])
+        self.clients.counts.prompt_tokens += len(request.prompt)
+        self.clients.counts.cached_prompt_tokens += cached
         return row
-
-    def _assign(self, rows: list[Row]) -> None:
-        """Set what the batch needs to know of requests that have just got rows."""
-        requests = [row.job.ticket.request for row in rows if row.job is not None]
-        samplings = [request.sampling for request in requests]
-        # Every row has a seed, so that its random numbers do not depend on the other rows.
-        seeds = [secrets.randbits(64) if sampling.seed is None else sampling.seed for sampling in samplings]
-        numbers, lengths = [row.number for row in rows], [len(row.tokens) for row in rows]
-        self.batch.assign(numbers, lengths, samplings, seeds, [request.speculate for request in requests])
 
     def _next_rows(self, budget: int) -> list[Row]:
         """The rows of the next pass: the first one whose prompt is read, and rows next to it that are as far."""
         first = self.reading[0]
         start = len(first.tokens)
-        if first.job is not None and first.job.reads_alone:
+        if first.ticket.reads_alone:
             return [first]
-        others = [row for row in self.reading if row.job is not None and not row.job.reads_alone]
-        equal = {row.number: row for row in others if len(row.tokens) == start}
+        equal = {row.number: row for row in self.reading if len(row.tokens) == start and not row.ticket.reads_alone}
         groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget)
         group = next(group for group in groups if group.start <= first.number < group.stop)
         return [equal[number] for number in range(group.start, group.stop)]
@@ -196,42 +200,37 @@ class Intake:
         """Read on in the prompts of consecutive rows; the number of tokens read."""
         start = len(rows[0].tokens)
         end = start + min(max(row.unread for row in rows), max(1, budget // len(rows)))
-        jobs = [row.job for row in rows if row.job is not None]
-        chunks = [job.prompt[start:end] for job in jobs]
-        if jobs[0].ticket.request.scores_prompt:
+        chunks = [row.ticket.prompt[start:end] for row in rows]
+        if rows[0].ticket.request.scores_prompt:
             self._score(rows[0], start, end)
         else:
             self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
-        for row, job, chunk in zip(rows, jobs, chunks, strict=True):
+        for row, chunk in zip(rows, chunks, strict=True):
             row.tokens.frombytes(chunk.tobytes())
-            if job.trace is not None:
-                job.trace.read(chunk)
+            if row.ticket.trace is not None:
+                row.ticket.trace.read(chunk)
         return max(map(len, chunks)) * len(rows)
 
     def _score(self, row: Row, start: int, end: int) -> None:
         """Read a chunk of a prompt, and send the scores of the tokens after its own."""
-        job = row.job
-        assert job is not None
-        lines = self.batch.read_scored(row.number, job.prompt[start:end], job.prompt[start + 1 : end + 1], start)
-        found = [TokenScore.read(line, job.ticket.request.alternatives) for line in lines]
-        event = PromptScores([score.logprob for score in found], [score.alternatives for score in found])
-        self.outbox.append((job.ticket, event))
+        ticket = row.ticket
+        lines = self.batch.read_scored(row.number, ticket.prompt[start:end], ticket.prompt[start + 1 : end + 1], start)
+        self.clients.send(ticket, PromptScores(*read_scores(lines, ticket.request.alternatives)))
 
     def _begin(self, rows: list[Row]) -> list[Outcome]:
         """Choose the first tokens of those rows whose prompts were read. They take part in the next round."""
         complete = [number for number, row in enumerate(rows) if not row.unread]
         chosen = []
-        scored = any(row.job.ticket.request.alternatives for row in rows if row.job is not None)
+        scored = any(row.ticket.request.alternatives for row in rows)
         for part in joined_rows([(number, 1) for number in complete], len(rows)):
-            jobs = [row.job for row in rows[part] if row.job is not None]
-            kind = self.batch.kind_of([job.ticket.request.sampling for job in jobs])
+            kind = self.batch.kind_of([row.ticket.request.sampling for row in rows[part]])
             numbers = slice(rows[part.start].number, rows[part.stop - 1].number + 1)
-            prompts = [job.prompt for job in jobs]
+            prompts = [row.ticket.prompt for row in rows[part]]
             chosen.append(self.batch.first_tokens(numbers, part, prompts, kind, scored))
         # One transfer for all that the host reads.
         lines = torch.cat(chosen).tolist() if chosen else []
         outcomes = [
-            Outcome(rows[number], int(root), logprob, int(fault), more or None)
+            Outcome(rows[number], RowRound([int(root)], logprobs=[logprob], fault=int(fault)), [more] if more else None)
             for number, (root, logprob, fault, *more) in zip(complete, lines, strict=True)
         ]
         self.reading = [row for row in self.reading if row.unread]

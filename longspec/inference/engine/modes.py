@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for, served_plans
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.proposal import Drafter, DraftState, Proposal, WrappedDrafter
@@ -35,7 +35,7 @@ class Mode(NamedTuple):
     details: bool = True
     """Whether log-probabilities and traces are reported."""
     scores: bool = False
-    """Whether rounds report `logprobs.scores`. They are not captured, because few requests ask for it."""
+    """Whether rounds report `round_record.scores`. They are not captured, because few requests ask for it."""
 
     @property
     def report(self) -> Report:
@@ -48,7 +48,7 @@ def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler,
     rounds exist for several batch sizes and ways to sample."""
     if drafting.method != AUTO:
         return make_drafter(drafting, runner, rows, sampler)
-    plans = (served_plans if is_served else plans_for)(drafting, runner.device.type == "cpu")
+    plans = plans_for(drafting, runner.device.type == "cpu", is_served)
     return PlanDrafters(runner, rows, sampler, plans, drafting)
 
 
@@ -62,9 +62,6 @@ class SelectiveDrafter(WrappedDrafter):
         """speculates: bool [B], changed in place from outside."""
         super().__init__(drafter)
         self.speculates = speculates
-
-    def share(self, rows: slice, sampler: Sampler) -> SelectiveDrafter:
-        return SelectiveDrafter(self.drafter.share(rows, sampler), self.speculates[rows])
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)

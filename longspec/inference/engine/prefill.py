@@ -74,7 +74,11 @@ class PromptReader:
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
         if size is None or len(ends) > 1:
-            hidden = self._at_ends(self._read_eagerly(rows, tokens, start, ends), start, ends)
+            hidden = self._read_eagerly(rows, tokens, start, ends)
+            if len(ends) > 1:
+                last = upload(torch.tensor([max(end - start, 1) - 1 for end in ends]), hidden.device)
+                hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
+            hidden = hidden[:, -1:]
         else:
             self.tokens[:, :count] = tokens
             span = torch.tensor([[rows.start], [start], [count]], dtype=torch.int32)
@@ -119,14 +123,6 @@ class PromptReader:
             valid = positions < upload(torch.tensor(ends), tokens.device)[:, None]
             self.feed(rows, tokens, positions, valid, read)
         return hidden
-
-    @staticmethod
-    def _at_ends(hidden: Tensor, start: int, ends: Sequence[int]) -> Tensor:
-        """Hidden states [n, T, hidden] from position `start` on, at the last token of each row: [n, 1, hidden]."""
-        if len(ends) == 1:
-            return hidden[:, -1:]
-        last = upload(torch.tensor([max(own - start, 1) - 1 for own in ends]), hidden.device)
-        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
 
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:

@@ -5,35 +5,24 @@ It runs on the thread that calls `step`. The server's scheduler is a thread arou
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
-from longspec.errors import UserError, first_line
-from longspec.inference import engine_pool
+from longspec.errors import UserError
+from longspec.inference import engine_pool, memory
+from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import DraftState
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine.admission import (
-    SHARE,
-    check_request,
-    chunk_bytes,
-    fitting_rows,
-    longest_request,
-    row_capacity,
-    slots_for,
-)
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
-from longspec.inference.engine.requests import Finished, FinishReason, OnEvent, Request, Ticket
-from longspec.inference.engine.rounds import kernel_key
+from longspec.inference.engine.requests import OnEvent, Request, Ticket
+from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
-from longspec.inference.memory import row_bytes
 from longspec.inference.methods import Drafting, list_length, uses_draft
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
@@ -43,8 +32,6 @@ from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
 from longspec.models.target_split import rank_config
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,23 +78,19 @@ class RequestEngine:
         self.batch = repeat_calls(_build, model, {"settings": settings})
         chunk = None if settings.together else settings.prefill_chunk
         self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
-        self.longest = longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
+        self.longest = memory.longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
         """Most tokens of a prompt and its answer together."""
-        self.waiting: deque[Ticket] = deque()
-        self.open: set[Ticket] = set()
-        """Tickets whose `Finished` was not sent."""
+        self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
         self._is_closed = False
-        self.on_finished: Callable[[], None] = lambda: None
-        """Called after each `Finished`."""
 
-    def prepare(self, captures: bool = True, usual: Sampling | None = None) -> None:
-        """Before the first request: measure the plans of method "auto", and capture what the usual requests need.
+    def prepare(self, usual: Sampling | None = None) -> None:
+        """Before the first step: measure the plans of method "auto", and capture what the usual requests need, or what
+        all need if they start together. Otherwise each kind of round is captured when it is first played.
 
-        captures: if False, each kind of round is captured when it is first played. usual: settings of most requests,
-        whose penalties the captured rounds have.
+        usual: settings of most requests, whose penalties the captured rounds have.
         """
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            if captures:
+            if self.settings.together or self.settings.details:
                 self.batch.capture(usual)
             self.batch.measure()
 
@@ -115,20 +98,19 @@ class RequestEngine:
         """Queue a request. Raises RequestTooLarge, and UserError for a malformed one."""
         check_request(request, self.model.config, self.longest)
         ticket = Ticket(request, on_event, time.perf_counter())
-        self.open.add(ticket)
+        self.clients.open.add(ticket)
         self.waiting.append(ticket)
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request before its next round; one that has finished stays as it is."""
-        ticket.cancelled = True
-        self.worker.has_unwanted = True
+        self.clients.cancel(ticket)
 
     def step(self) -> bool:
         """Read a chunk of prompts, then play a round. Returns whether requests are left."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            self.worker.step(self.waiting, self._deliver)
-        return bool(self.open)
+            self.worker.step()
+        return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
         """Let the other ranks that share the target go on.
@@ -143,32 +125,6 @@ class RequestEngine:
                     self.batch.retire()
             end_calls()
 
-    def end_all(self, reason: FinishReason, message: str) -> None:
-        """End every request, without touching the device."""
-        self.waiting.clear()
-        self.worker.end_all(reason, message)
-        # Every open request gets exactly one `Finished`.
-        ended = {ticket for ticket, event in self.worker.outbox if isinstance(event, Finished)}
-        for ticket in self.open - ended:  # in the queue, or taken from it when the engine failed
-            self.worker.refuse(ticket, reason, message)
-        self._deliver()
-
-    def _deliver(self) -> None:
-        """Send the events of the outbox. A failing `on_event` ends its own request alone."""
-        outbox = self.worker.outbox.copy()
-        self.worker.outbox.clear()
-        for ticket, event in outbox:
-            try:
-                ticket.on_event(event)
-            except Exception as error:  # it is the client's code
-                logger.exception("on_event failed")
-                ticket.failure = f"on_event failed: {first_line(error)}"
-                self.worker.has_unwanted = True
-            if isinstance(event, Finished):
-                ticket.done = True
-                self.open.remove(ticket)
-                self.on_finished()
-
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
     """The batch of an engine with these settings. One that an earlier engine left is taken if the requests are known.
@@ -176,77 +132,66 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
     The batch has room for `longest` tokens per row, rounded up.
     """
     runner = make_runner(model, settings.attention, settings.compile)
-    make = _whole if settings.together else _fit
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:
-            return make(runner, settings, None)
+            return _new_batch(runner, settings, None)
         room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
-        kernels = kernel_key(runner, settings.drafting, settings.kinds[0], settings.max_rows, room)
+        sizes = settings.max_rows, settings.max_rows, size_class(room)
+        kernels = KernelKey(runner.kind, settings.drafting, settings.kinds[0], *sizes)
         kind = engine_pool.batch_kind(kernels, runner), settings.together
         if (batch := engine_pool.borrow(kind, room, runner)) is not None:
             return batch
-        return make(runner, replace(settings, longest=room), kind)
+        settings = replace(settings, longest=room)
+        return engine_pool.with_released_memory(model, lambda: _new_batch(runner, settings, kind))
 
 
-def _whole(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
-    """A batch for requests that start together. kind: its key in the pool."""
-
-    def build() -> Batch:
-        drafter = new_drafter(runner, settings.drafting, 1, GREEDY, is_served=False)
-        rows = settings.max_rows if _shares(drafter) else 1
-        assert settings.longest is not None
-        capacity = slots_for(settings.longest, drafter.depth, drafter.nodes)
-        pooled = _pooled(runner, settings, kind, drafter)
-        return Batch(runner, settings.drafting, rows, capacity, 1, settings.kinds, False, pooled)
-
-    return engine_pool.with_released_memory(runner.model, build)
-
-
-def _fit(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
-    """A batch whose rows fit into the memory. kind: its key in the pool; None for a batch that is not kept."""
-    model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
-    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served=len(settings.kinds) > 1)
-    if not _shares(drafter) and len(settings.kinds) > 1:
+def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
+    """kind: the batch's key in the pool; None for a batch that is not kept."""
+    drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
+    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served)
+    # Whether one row can start after another. A drafting method of the user's own need not support it.
+    shares = type(drafter).share is not DraftState.share
+    if not shares and is_served:
         raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
+    rows = settings.max_rows if shares else 1
+    if settings.together:
+        capacity = memory.slots_for(room, drafter.depth, drafter.nodes)
+    else:
+        rows, capacity = _fitting(runner, settings, rows, drafter.nodes)
+    pooled = None
+    if kind is not None:
+        size = settings.max_rows * memory.row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
+        size += head_bytes(runner.config, runner.dtype, list_length(runner.model, drafting), settings.max_rows)
+        pooled = engine_pool.Pooled(kind, room, size, settings.together)
+    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+
+
+def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) -> tuple[int, int]:
+    """Rows, at most `most`, and slots per row that fit into the memory. nodes: read per round and row."""
+    model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
     rank, ranks = model_parallel_rank_and_size()
     config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
-    most = settings.max_rows if _shares(drafter) else 1
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
-    fixed += chunk_bytes(config, dtype, settings.prefill_chunk)
+    fixed += memory.chunk_bytes(config, dtype, settings.prefill_chunk)
     room = position_limit(config) if longest is None else longest
-    draft = new_decoder(runner, 1, drafter.nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
+    draft = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
 
-    def fitting(memory: int) -> int:
-        return most if longest is None else fitting_rows(config, dtype, room, drafter.nodes, memory - fixed, draft)
+    def fitting(budget: int) -> int:
+        return most if longest is None else memory.fitting_rows(config, dtype, room, nodes, budget - fixed, draft)
 
-    memory = settings.memory or _free_memory(runner)
-    if longest is None or fitting(memory) < most:
+    budget = settings.memory or _free_memory(runner)
+    if longest is None or fitting(budget) < most:
         engine_pool.release(model)
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        memory = settings.memory or _free_memory(runner)
-    rows = min(most, fitting(memory))
-    capacity = row_capacity(config, dtype, rows, drafter.nodes, memory, fixed, room, draft)
-    pooled = None if kind is None else _pooled(runner, settings, kind, drafter)
-    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+        budget = settings.memory or _free_memory(runner)
+    rows = min(most, fitting(budget))
+    return rows, memory.row_capacity(config, dtype, rows, nodes, budget, fixed, room, draft)
 
 
 def _free_memory(runner: Runner) -> int:
     """Bytes that a batch may take."""
-    return least_over_ranks(int(free_bytes(runner.device) * SHARE), runner.device)
-
-
-def _pooled(runner: Runner, settings: EngineSettings, kind: Hashable, drafter: DraftState) -> engine_pool.Pooled:
-    """What the pool knows of a batch."""
-    config, dtype, rows, room = runner.config, runner.dtype, settings.max_rows, settings.longest or 0
-    size = rows * row_bytes(config, dtype, room + drafter.depth, drafter.nodes)
-    size += head_bytes(config, dtype, list_length(runner.model, settings.drafting), rows)
-    return engine_pool.Pooled(kind, room, size, settings.together)
-
-
-def _shares(drafter: DraftState) -> bool:
-    """Whether one row can start after another. A drafting method of the user's own need not support it."""
-    return type(drafter).share is not DraftState.share
+    return least_over_ranks(int(free_bytes(runner.device) * memory.SHARE), runner.device)
 
 
 def check_positive(**values: int) -> None:

@@ -5,12 +5,18 @@ Importing it loads no library.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from longspec.inference.request import Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from longspec.inference.adaptive.lookup_trace import LookupTrace
 
 Origin = Literal["target", "draft", "lookup"]
 """The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
@@ -160,8 +166,30 @@ class Ticket:
     """Set by `cancel`; the engine's thread acts on it before its next round."""
     failure: str = ""
     """Why `on_event` failed; the request then ends with reason "error"."""
-    done: bool = False
-    """Whether `Finished` was sent."""
+
+    prompt: np.ndarray = field(init=False)
+    """int64 [P]; set with its row."""
+    reads_alone: bool = False
+    """Whether its prompt is not read together with others: to be scored, or because such a pass has failed."""
+    root: int | None = None
+    """The newest token; None before the end of prefill."""
+    first_token: float = 0.0
+    """time.perf_counter(), as the next one."""
+    last_token: float = 0.0
+    new_tokens: int = 0
+    rounds: int = 0
+    trace: LookupTrace | None = None
+    """The text of a row that speculates, for the controller of "auto"."""
+
+    @property
+    def timings(self) -> Timings:
+        """Times of a request that ends now."""
+        return Timings(
+            queue_s=(self.started or time.perf_counter()) - self.submitted,
+            ttft_s=self.first_token - self.submitted if self.new_tokens else 0.0,
+            decode_s=self.last_token - self.first_token,
+            rounds=self.rounds,
+        )
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
-from longspec.inference.engine.requests import MOST_ALTERNATIVES, Alternatives
+from longspec.inference.engine.requests import MOST_ALTERNATIVES, Alternatives, Tree, round_origins
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import Download
 
@@ -23,19 +23,14 @@ LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
-class TokenScore(NamedTuple):
-    """The log-probability of a token and the most probable tokens at its place."""
-
-    logprob: float
-    alternatives: Alternatives
-
-    @classmethod
-    def read(cls, line: list[float], count: int) -> TokenScore:
-        """line: a row of `scores`. count: alternatives to keep."""
+def read_scores(lines: list[list[float]], count: int) -> tuple[list[float], list[Alternatives]]:
+    """The log-probability of each token, and the `count` most probable tokens at its place. lines: as in `scores`."""
+    alternatives = []
+    for line in lines:
         most = (len(line) - 1) // 2
-        ids, values = line[1 : most + 1], line[most + 1 :]
-        pairs = zip(map(int, ids[:count]), values[:count], strict=True)
-        return cls(max(line[0], LEAST), [(token, max(value, LEAST)) for token, value in pairs])
+        ids, values = line[1 : most + 1][:count], line[most + 1 :][:count]
+        alternatives.append([(int(token), max(value, LEAST)) for token, value in zip(ids, values, strict=True)])
+    return [max(line[0], LEAST) for line in lines], alternatives
 
 
 def scores(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -58,7 +53,7 @@ class Report(NamedTuple):
     details: bool = False
     """Log-probabilities and the trace of the tree."""
     scores: bool = False
-    """`logprobs.scores` of the tokens."""
+    """`round_record.scores` of the tokens."""
 
 
 PLAIN = Report()
@@ -137,12 +132,17 @@ class Flight:
         """`RoundResult.lines`. The host waits for the round here and nowhere else."""
         return self._lines.numpy()
 
-    def traces(self) -> list[list[int]] | None:
-        """The trace of each row; None unless it is read."""
-        return None if self._trace is None else self._trace.tolist()
+    def tree(self, number: int, played: RowRound) -> Tree | None:
+        """The tree of a row, which did `played`; None unless traces are read."""
+        if self._trace is None:
+            return None
+        trace, origins = self._trace.numpy()[number].tolist(), round_origins(played.from_lookup)[:-1]
+        nodes = (len(trace) - self.width) // 2
+        path = trace[2 * nodes :]
+        return Tree(trace[:nodes], trace[nodes : 2 * nodes], path[1 : len(origins) + 1], origins)
 
     def scores(self) -> list[list[list[float]]] | None:
-        """`logprobs.scores` of each row's tokens; None unless reported."""
+        """`round_record.scores` of each row's tokens; None unless reported."""
         return None if self._scores is None else self._scores.tolist()
 
 
@@ -162,7 +162,9 @@ def pack(
     marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
     columns = [counts[:, None], faults[:, None], tokens, marks]
     if report.details:
-        columns.append(_log_probabilities(logits, path, tokens, backend).double().view(torch.long))
+        chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
+        log_p = chosen - backend.log_sum_exp(logits).gather(1, path)  # of the emitted tokens, at temperature 1
+        columns.append(log_p.double().view(torch.long))
     if report.ranks:
         assert proposal.ranks is not None
         columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
@@ -171,9 +173,3 @@ def pack(
     if report.scores:
         token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
     return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
-
-
-def _log_probabilities(logits: Tensor, path: Tensor, tokens: Tensor, backend: Backend) -> Tensor:
-    """Log-probability [B, depth + 1] of each emitted token, at temperature 1."""
-    chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
-    return chosen - backend.log_sum_exp(logits).gather(1, path)

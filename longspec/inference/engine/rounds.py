@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,27 +41,19 @@ class KernelKey(NamedTuple):
     """Rows of the cache: compaction runs over all of it."""
     size_class: int
     """Slots per row in steps of CAPACITY_STEP."""
-    report: Report
+    report: Report = PLAIN
 
 
-def kernel_key(
-    runner: Runner,
-    drafting: Hashable,
-    sampling: SamplingKind,
-    rows: int,
-    slots: int,
-    all_rows: int | None = None,
-    report: Report = PLAIN,
-) -> KernelKey:
-    """all_rows: None for as many as in a round. slots: per row."""
-    size_class = min(slots // CAPACITY_STEP, MOST_SIZE_CLASSES)
-    return KernelKey(runner.kind, drafting, sampling, rows, all_rows or rows, size_class, report)
+def size_class(slots: int) -> int:
+    """`KernelKey.size_class` of rows with this number of slots."""
+    return min(slots // CAPACITY_STEP, MOST_SIZE_CLASSES)
 
 
 Round = Callable[[Tensor], RoundResult]
 """`Rounds.round`, or a captured one."""
 
 
+@dataclass(eq=False)
 class Rounds:
     """Decoding rounds of a ragged batch whose prompts are in the cache.
 
@@ -68,22 +61,17 @@ class Rounds:
     round changes in place, so that a round can be captured as a CUDA graph and replayed.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        drafter: Drafter,
-        sampler: Sampler,
-        cache: TargetCache,
-        root: Tensor,
-        report: Report = PLAIN,
-    ) -> None:
-        """root: LongTensor [B], the newest token of each row, at position cache.lengths[b]. sampler: the target's."""
-        self.runner = runner
-        self.drafter = drafter
-        self.sampler = sampler.on(runner.backend)
-        self.cache = cache
-        self.root = root
-        self.report = report
+    runner: Runner
+    drafter: Drafter
+    sampler: Sampler
+    """The target's."""
+    cache: TargetCache
+    root: Tensor
+    """LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
+    report: Report = PLAIN
+
+    def __post_init__(self) -> None:
+        self.sampler = self.sampler.on(self.runner.backend)
 
     @property
     def capacity(self) -> int:
@@ -93,8 +81,8 @@ class Rounds:
     @property
     def kind(self) -> KernelKey:
         """Equal for batches whose rounds launch the same kernels."""
-        rows, all_rows = len(self.root), self.cache.all_rows
-        return kernel_key(self.runner, self.drafter.kind, self.sampler.kind, rows, self.capacity, all_rows, self.report)
+        sizes = len(self.root), self.cache.all_rows, size_class(self.capacity)
+        return KernelKey(self.runner.kind, self.drafter.kind, self.sampler.kind, *sizes, self.report)
 
     def round(self, active: Tensor) -> RoundResult:
         """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their

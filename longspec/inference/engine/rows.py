@@ -5,42 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.engine.requests import Ticket, Timings
-
-
-@dataclass
-class Running:
-    """A request that has a row."""
-
-    ticket: Ticket
-    prompt: np.ndarray
-    """int64 [P]."""
-    first_token: float = 0.0
-    """time.perf_counter(), as the other times."""
-    last_token: float = 0.0
-    reads_alone: bool = False
-    """Whether a pass with other rows has failed."""
-    root: int | None = None
-    """The newest token; None during prefill."""
-    new_tokens: int = 0
-    rounds: int = 0
-    trace: LookupTrace | None = None
-    """The text of a row that speculates, for the controller of "auto"."""
-
-    @property
-    def timings(self) -> Timings:
-        """Times of the request, once it has ended."""
-        submitted = self.ticket.submitted
-        return Timings(
-            queue_s=self.ticket.started - submitted,
-            ttft_s=self.first_token - submitted if self.new_tokens else 0.0,
-            decode_s=self.last_token - self.first_token,
-            rounds=self.rounds,
-        )
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.modes import Mode
+from longspec.inference.engine.requests import Ticket
 
 
 @dataclass(eq=False)
@@ -52,14 +23,20 @@ class Row:
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
-    job: Running | None = None
+    job: Ticket | None = None
     window_is_stale: bool = False
     """Whether the draft's window lacks tokens, because plans without the draft were played."""
 
     @property
+    def ticket(self) -> Ticket:
+        """The request of a busy row."""
+        assert self.job is not None
+        return self.job
+
+    @property
     def unread(self) -> int:
-        """Number of prompt tokens that were not read."""
-        return 0 if self.job is None else len(self.job.prompt) - len(self.tokens)
+        """Number of prompt tokens that a busy row has not read."""
+        return len(self.ticket.prompt) - len(self.tokens)
 
 
 class Rows:
@@ -75,10 +52,6 @@ class Rows:
 
     def __getitem__(self, number: int) -> Row:
         return self._rows[number]
-
-    @property
-    def all_idle(self) -> bool:
-        return len(self.idle) == len(self._rows)
 
     def busy(self) -> list[Row]:
         """Rows that hold a request."""
@@ -97,7 +70,11 @@ class Rows:
         row = source = self.idle[0]
         length = 0
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
-        near = self._near(prompt[:-1])
+        least = self._least_shared
+        near: list[Row] = []
+        if least is not None and len(prompt) > least:
+            head = prompt[:least].tobytes()
+            near = [other for other in self._rows if other.tokens[:least].tobytes() == head]
         if near:
             lengths = {other.number: common_prefix(prompt[:-1], other.tokens) for other in near}
             # Among equal prefixes, take that of the row that loses least.
@@ -108,14 +85,6 @@ class Rows:
                 row = source
         self.idle.remove(row)
         return row, source, length
-
-    def _near(self, ids: np.ndarray) -> list[Row]:
-        """The rows that share enough tokens with a prompt to be of use."""
-        least = self._least_shared
-        if least is None or len(ids) < least:
-            return []
-        head = ids[:least].tobytes()
-        return [row for row in self._rows if row.tokens[:least].tobytes() == head]
 
     def release(self, row: Row) -> None:
         """Make a row idle; its tokens stay."""
@@ -128,6 +97,45 @@ class Rows:
         """Exchange the numbers of two rows."""
         a.number, b.number = b.number, a.number
         self._rows[a.number], self._rows[b.number] = a, b
+
+
+class Roster(NamedTuple):
+    """The running rows, and what their rounds have in common. It stays the same until a row starts, ends or moves."""
+
+    rows: list[Row]
+    numbers: np.ndarray
+    """int64 [n]: those of the rows."""
+    indices: np.ndarray
+    """int64 [n]: their `Row.index`."""
+    last_used: list[int]
+    """Those of the rows, which change when their requests end."""
+    size: int
+    """Rows of a round that covers them."""
+    mode: Mode
+    """Without the plan of method "auto"."""
+    traced: bool
+    """Whether any request asks for trees."""
+
+    @classmethod
+    def of(cls, running: list[Row], batch: Batch) -> Roster:
+        """running: the rows past prefill."""
+        requests = [row.ticket.request for row in running]
+        numbers = np.array([row.number for row in running], dtype=np.int64)
+        mode = Mode(
+            batch.depth > 0 and any(request.speculate for request in requests),
+            batch.kind_of([request.sampling for request in requests]),
+            details=batch.details,
+            scores=any(request.alternatives for request in requests),
+        )
+        return cls(
+            running,
+            numbers,
+            np.array([row.index for row in running], dtype=np.int64),
+            [row.last_used for row in running],
+            batch.size_for(int(numbers.max(initial=0)) + 1),
+            mode,
+            any(request.trace for request in requests),
+        )
 
 
 def common_prefix(ids: np.ndarray, tokens: np.ndarray | array[int]) -> int:

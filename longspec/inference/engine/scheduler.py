@@ -44,20 +44,15 @@ class Scheduler:
         deterministic: bool = False,
         **drafting: Any,
     ) -> None:
-        """method, drafting: the fields of `Drafting`.
-
-        max_rows: requests that run at the same time; memory: bytes for their caches and passes, None takes 90% of the
-        free memory; max_queue: requests that may wait; prefill_chunk: most prompt tokens read between two rounds.
-        deterministic: as for `longspec.generate`.
-        Raises UserError.
-        """
+        """method, drafting: the fields of `Drafting`. max_rows, memory, prefill_chunk: see `EngineSettings`. max_queue:
+        requests that may wait. deterministic: as for `longspec.generate`. Raises UserError."""
         check_pair(model)
         checked = checked_drafting(model, Drafting(method, **drafting), allow_untrained_draft=False)
         check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
         attention = chosen_attention("auto", deterministic)
         settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk, attention=attention)
         self.engine = RequestEngine(model, settings)
-        self.engine.on_finished = self._note_finished
+        self.engine.clients.on_finished = self._note_change
         self.batch, self._worker = self.engine.batch, self.engine.worker
         self.longest = self.engine.longest
         """Most tokens of a prompt and its answer together."""
@@ -70,10 +65,8 @@ class Scheduler:
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
     def start(self, usual: Sampling | None = None) -> None:
-        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails.
-
-        usual: settings of most requests, whose penalties the captured rounds have.
-        """
+        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails. usual: see
+        `RequestEngine.prepare`."""
         self._usual = usual
         self._thread.start()
         with self._changed:
@@ -103,7 +96,7 @@ class Scheduler:
         """Take no more requests and wait for the others, `timeout` seconds at most; whether all have finished."""
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not self.engine.open, timeout)
+            return self._changed.wait_for(lambda: not self.engine.clients.open, timeout)
 
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
@@ -132,10 +125,13 @@ class Scheduler:
         """The engine's thread."""
         try:
             self.engine.prepare(usual=self._usual)
-            with self._changed:
-                self._ready = True
-                self._changed.notify_all()
-            while self._wait_for_work():
+            self._ready = True
+            self._note_change()
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self.engine.clients.open)
+                    if self._closing:
+                        break
                 self.engine.step()
             self._end_all("cancelled", "")
         except Exception as error:  # the engine is lost: every request learns it, and so does the health check
@@ -144,19 +140,12 @@ class Scheduler:
                 self._error = f"the engine failed: {first_line(error)}"
             self._end_all("error", self._error)
 
-    def _wait_for_work(self) -> bool:
-        """Wait for a request or the end; False at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.engine.open)
-            return not self._closing
-
-    def _note_finished(self) -> None:
+    def _note_change(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
         with self._changed:
             self._draining = True
-        self.engine.end_all(reason, message)
-        with self._changed:
-            self._changed.notify_all()
+        self._worker.end_all(reason, message)
+        self._note_change()

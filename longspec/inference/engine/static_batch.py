@@ -9,9 +9,9 @@ from torch import Tensor
 
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter
-from longspec.inference.engine.admission import slots_for
 from longspec.inference.engine.prefill import PREFILL_TOKENS, DraftStarter, PromptReader
 from longspec.inference.engine.rounds import Rounds
+from longspec.inference.memory import slots_for
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 

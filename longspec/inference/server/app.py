@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspec.inference.engine.requests import Snapshot
 from longspec.inference.server.access import HostCheck, KeyCheck
 from longspec.inference.server.errors import ApiError, error_response, validation_error
 from longspec.inference.server.job import Delta, Engine, Job
@@ -40,18 +39,12 @@ LAST_EVENTS_S = 1.0
 """Time after a stream's deadline in which the client must read the events that end it."""
 
 
-class Scheduler(Engine, Protocol):
-    """The methods of the scheduler that the application needs."""
-
-    def snapshot(self) -> Snapshot: ...
-
-
 @dataclass(frozen=True)
 class Service:
     """State that the routes read."""
 
     model: ServedModel
-    scheduler: Scheduler
+    scheduler: Engine
     limits: Limits
     metrics: Metrics
     encoder: ThreadPoolExecutor
@@ -68,9 +61,8 @@ class Service:
         latencies = self.metrics.latencies
         job = Job(self.scheduler, requests, tokenizer, stops, deadline, latencies, body.echoed, body.drops_answer)
         make = ChatReplies if isinstance(body, ChatRequest) else Replies
-        replies = make(
-            self.model.name, tokenizer, body.alternatives, body.longspec.tokens and body.stream, body.includes_usage
-        )
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        replies = make(self.model.name, tokenizer, body.alternatives, body.longspec.tokens and body.stream, usage)
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
         response = EventStream(job, replies) if body.stream else await _whole(http, job, replies)
@@ -118,7 +110,7 @@ class EventStream(StreamingResponse):
                     yield server_sent_event(chunk)
         except ApiError as error:
             # The status line is sent already; clients of OpenAI's API read an error from the stream as well.
-            yield server_sent_event(self.replies.failure(error))
+            yield server_sent_event(error.body)
         else:
             for body in self.replies.closing(self.job):
                 yield server_sent_event(body)
@@ -184,7 +176,7 @@ class CountedResponses:
 
 def build_app(
     model: ServedModel,
-    scheduler: Scheduler,
+    scheduler: Engine,
     limits: Limits,
     api_key: str | None = None,
     hosts: Sequence[str] = ("*",),

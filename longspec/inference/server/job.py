@@ -19,6 +19,7 @@ from longspec.inference.engine.requests import (
     QueueFull,
     Request,
     RequestTooLarge,
+    Snapshot,
     Ticket,
     Timings,
     Tokens,
@@ -33,11 +34,13 @@ RETRY_AFTER_S = 1
 
 
 class Engine(Protocol):
-    """The methods of the scheduler that a job needs."""
+    """The methods of the scheduler that the server needs."""
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket: ...
 
     def cancel(self, ticket: Ticket) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass
@@ -60,8 +63,6 @@ class Delta:
 class Choice:
     text: AnswerText
     ticket: Ticket
-    started: float
-    """time.perf_counter() at submission."""
     newest: float | None = None
     """time.perf_counter() of the newest token."""
     ended: bool = False
@@ -94,24 +95,11 @@ class Job:
         """Submit all choices or none. Raises ApiError."""
         try:
             for index, request in enumerate(self.requests):
-                started = time.perf_counter()
                 ticket = self.engine.submit(request, partial(self._receive, index))
-                text = AnswerText(self.tokenizer, self.stops)
-                self.choices.append(Choice(text, ticket, started))
-        except QueueFull as error:
+                self.choices.append(Choice(AnswerText(self.tokenizer, self.stops), ticket))
+        except (QueueFull, RequestTooLarge, UserError, NotServing) as error:
             self.cancel()
-            raise ApiError(
-                429, str(error) or "the queue is full; try again later", retry_after_s=RETRY_AFTER_S
-            ) from error
-        except RequestTooLarge as error:
-            self.cancel()
-            raise ApiError(400, str(error), code="context_length_exceeded") from error
-        except UserError as error:
-            self.cancel()
-            raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
-        except NotServing as error:
-            self.cancel()
-            raise ApiError(503, str(error) or "the server is stopping") from error
+            raise _refusal(error) from error
 
     def cancel(self) -> None:
         """Give back the rows of all choices that have not ended."""
@@ -126,7 +114,11 @@ class Job:
         expiry = self._loop.call_at(self.deadline, self._events.put_nowait, None)
         try:
             while not all(choice.ended for choice in self.choices):
-                index, event = await self._next_event()
+                arrival = await self._events.get()
+                # Events that wait in the queue are not read after the deadline, either.
+                if arrival is None or self._loop.time() >= self.deadline:
+                    raise ApiError(504, "the request took longer than this server allows", code="timeout")
+                index, event = arrival
                 # The engine learns of a stop string a round late, and until then goes on sending tokens.
                 choice = self.choices[index]
                 if isinstance(event, PromptScores):
@@ -157,14 +149,6 @@ class Job:
     def new_tokens(self) -> int:
         return 0 if self.drops_answers else sum(choice.text.tokens for choice in self.choices)
 
-    async def _next_event(self) -> tuple[int, Event]:
-        """The next event in the order of arrival. Raises ApiError after the deadline."""
-        arrival = await self._events.get()
-        # Events that wait in the queue are not read after the deadline, either.
-        if arrival is None or self._loop.time() >= self.deadline:
-            raise ApiError(504, "the request took longer than this server allows", code="timeout")
-        return arrival
-
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
         # asyncio's queues are not thread-safe, so the event loop itself puts the event into the queue.
@@ -188,7 +172,7 @@ class Job:
     def _extend(self, index: int, event: Tokens) -> Delta:
         choice = self.choices[index]
         now = time.perf_counter()
-        self.latencies.note(now, choice.started, choice.newest, len(event.ids))
+        self.latencies.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
         choice.newest = now
         return Delta(index, choice.text.add(event), event.tree)
 
@@ -202,3 +186,15 @@ class Job:
         choice.ended = True
         reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason
         return Delta(index, pieces, None, reason, event.timings)
+
+
+def _refusal(error: Exception) -> ApiError:
+    """The response to a request that the engine refuses."""
+    message = str(error)
+    if isinstance(error, QueueFull):
+        return ApiError(429, message or "the queue is full; try again later", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, RequestTooLarge):
+        return ApiError(400, message, code="context_length_exceeded")
+    if isinstance(error, NotServing):
+        return ApiError(503, message or "the server is stopping")
+    return ApiError(400, message, message.partition(":")[0])  # it starts with the field's name

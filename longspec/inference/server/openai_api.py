@@ -31,11 +31,6 @@ NAME_CHARACTERS = 64
 """Longest part of a field's name that a response repeats."""
 
 
-def _one_or_more(value: Any) -> Any:
-    """A string as a list of one."""
-    return [value] if isinstance(value, str) else value
-
-
 def _prompts(value: Any) -> list[str | list[int]]:
     """A prompt or a list of prompts as a list. A prompt is text or a list of token ids."""
     # A list that starts with an int is one prompt of token ids. `type`, because True is an int to isinstance.
@@ -54,15 +49,6 @@ def _unicode(text: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("contains a lone surrogate, which is no text")
     return text
-
-
-def _unless_fresh(value: Any) -> Any:
-    """None for -1, by which clients ask for a fresh seed."""
-    return None if value == -1 else value
-
-
-def _unless_false(value: Any) -> Any:
-    return None if value is False else value
 
 
 def _template_value(value: Any) -> Any:
@@ -85,7 +71,7 @@ Text = Annotated[str, AfterValidator(_unicode)]
 TokenId = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
 Bias = Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
-Stops = Annotated[list[Text], BeforeValidator(_one_or_more)]
+Stops = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 TemplateValue = Annotated[Any, AfterValidator(_template_value)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
@@ -98,7 +84,8 @@ class Strict(BaseModel):
     """Further fields that never change an answer."""
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Further fields that would change the answer, and the values at which they do nothing."""
-    refuses_unknown: ClassVar[bool] = False
+    is_closed: ClassVar[bool] = False
+    """Whether unknown fields are refused."""
     other_names: ClassVar[dict[str, str]] = {}
     """Other names of fields."""
 
@@ -117,20 +104,13 @@ class Strict(BaseModel):
                 kept[name] = value
             elif value in UNSET:
                 continue
-            elif own is None and cls._is_refused(name, value):
+            elif own is None and (not does_nothing(value, cls.neutral[name]) if name in cls.neutral else cls.is_closed):
                 # A client that takes the answer for one that obeys the field would be misled.
                 field = {"field": name[:NAME_CHARACTERS]}
                 raise PydanticCustomError("unsupported", NOT_SUPPORTED, field)
             elif own is not None or not (name in cls.hints or name in cls.neutral):
                 kept[name] = value
         return kept
-
-    @classmethod
-    def _is_refused(cls, name: str, value: Any) -> bool:
-        """Whether a field that is not implemented must not be ignored."""
-        if name not in cls.neutral:
-            return cls.refuses_unknown
-        return not does_nothing(value, cls.neutral[name])
 
     def ignored(self) -> Iterator[str]:
         """The names of the fields that have no effect here, with those of nested models."""
@@ -151,7 +131,7 @@ class StreamOptions(Strict):
 class Extension(Strict):
     """LongSpec's own options, in the field `longspec`. No other server has such a field, so others are misspelled."""
 
-    refuses_unknown: ClassVar = True
+    is_closed: ClassVar = True
 
     tokens: bool = False
     """Add a field `longspec` to streamed chunks: tokens with their origins, and each round's tree."""
@@ -189,8 +169,8 @@ class _Generation(Strict):
     """By token id."""
     bad_words: list[Text] | None = None
     bad_words_ids: list[list[TokenId]] | None = None
-    seed: Annotated[int | None, BeforeValidator(_unless_fresh)] = Field(default=None, ge=0, lt=2**63)
-    """Choice i of a request is drawn with seed + i."""
+    seed: Annotated[int | None, BeforeValidator(lambda x: None if x == -1 else x)] = Field(default=None, ge=0, lt=2**63)
+    """Choice i of a request is drawn with seed + i. -1 asks for a fresh one."""
     stop: Stops = []
     """Strings that end an answer; they are not part of it."""
     max_tokens: TokenLimit | None = None
@@ -212,10 +192,6 @@ class _Generation(Strict):
         """Whether only the prompt is wanted."""
         return False
 
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @model_validator(mode="after")
     def _check_combinations(self) -> _Generation:
         if self.best_of not in (None, 1, self.n):
@@ -232,25 +208,21 @@ class TextPart(Strict):
     text: Text
 
 
-def _text_parts(value: Any) -> Any:
-    """Text as a list of one part."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class Message(Strict):
     hints: ClassVar = MESSAGE_HINTS
     neutral: ClassVar = MESSAGE_FIELDS
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_text_parts)]
+    content: list[TextPart]
 
     @model_validator(mode="before")
     @classmethod
-    def _allow_an_empty_answer(cls, values: Any) -> Any:
-        """An assistant's turn may lack its content, as one that only called tools does."""
-        if isinstance(values, dict) and values.get("role") == "assistant" and values.get("content") in UNSET:
+    def _list_parts(cls, values: Any) -> Any:
+        """Text is one part. An assistant's turn may lack its content, as one that only called tools does."""
+        content = values.get("content") if isinstance(values, dict) else None
+        if isinstance(values, dict) and values.get("role") == "assistant" and content in UNSET:
             return {**values, "content": []}
-        return values
+        return {**values, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else values
 
     @property
     def turn(self) -> Turn:
@@ -297,7 +269,9 @@ class CompletionRequest(_Generation):
     """As `TokenLimit`, or 0 with `echo`."""
     echo: bool = False
     """Begin the answer with the prompt."""
-    logprobs: Annotated[int | None, BeforeValidator(_unless_false)] = Field(default=None, ge=0, le=MOST_ALTERNATIVES)
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        default=None, ge=0, le=MOST_ALTERNATIVES
+    )
     """Return the log-probability of each token and of this number of most probable tokens at its place."""
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 
 from longspec.inference.detokenizer import REPLACEMENT
 from longspec.inference.server.answer_text import Piece
-from longspec.inference.server.errors import ApiError
 from longspec.inference.server.job import Delta, Job
 
 Body = dict[str, Any]
@@ -66,10 +65,6 @@ class Replies:
     def closing(self, job: Job) -> list[Body]:
         """The chunks after the last token."""
         return [{**self._chunk([]), "usage": _usage(job)}] if self.usage else []
-
-    def failure(self, error: ApiError) -> Body:
-        """The chunk that ends a stream in place of the rest of the answer."""
-        return error.body
 
     def _chunk(self, choices: list[Body]) -> Body:
         body = {**self.head, "object": self.chunk_kind, "choices": choices}

@@ -9,8 +9,7 @@ from typing import Any
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import Request
-from longspec.inference.options import FILTER_OPTIONS
-from longspec.inference.request import Sampling
+from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.server.errors import ApiError, encodable
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
@@ -82,23 +81,17 @@ class ServedModel:
         self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int], prompt_length: int
     ) -> Sampling:
         given = {name: getattr(body, FIELDS.get(name, name), None) for name in TOKEN_OPTIONS}
-        options = dict(self.defaults.token_options) | {
-            name: value for name, value in given.items() if value is not None
-        }
+        options = {**self.defaults.token_options, **{name: x for name, x in given.items() if x is not None}}
         try:
             if body.bad_words is not None:
                 options["bad_words_ids"] = [*(body.bad_words_ids or []), *word_ids(body.bad_words, self.tokenizer)]
             penalties = token_settings(options, stop_ids, self.vocab_size, prompt_length)
         except UserError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
-        return Sampling(
-            self.defaults.temperature if body.temperature is None else body.temperature,
-            self.defaults.top_p if body.top_p is None else body.top_p,
-            self.defaults.top_k if body.top_k is None else max(0, body.top_k),
-            None,
-            *(getattr(self.defaults if getattr(body, name) is None else body, name) for name in FILTER_OPTIONS),
-            **penalties,
-        )
+        own = {name: value for name in ("temperature", *FILTERS) if (value := getattr(body, name)) is not None}
+        if "top_k" in own:
+            own["top_k"] = max(0, own["top_k"])
+        return replace(self.defaults.sampling, **own, **penalties)
 
     def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:
         if body.model not in (None, self.name):
