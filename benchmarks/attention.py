@@ -8,8 +8,6 @@ that exceed the L2 cache.
 8192³ matrix product. Bandwidth and rate are measured in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

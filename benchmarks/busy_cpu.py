@@ -5,8 +5,6 @@ turns at one greedy generation each, so that other load on the machine affects a
 an idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Measured limits of the device, and the timers that the other benchmarks use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial

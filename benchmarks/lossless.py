@@ -4,8 +4,6 @@ The runs that are compared are each method, vanilla itself at another batch size
 benchmarks.lossless --target FOLDER --draft FOLDER --data FILE.jsonl` prints a table and one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

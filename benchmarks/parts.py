@@ -1,7 +1,5 @@
 """Parts of a tree round, and the sums over ranks that share the target, each captured and timed alone."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """The parts of a round as bars."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

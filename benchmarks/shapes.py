@@ -1,7 +1,5 @@
 """Targets of published shapes with random weights, made on the device: speed depends on shapes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

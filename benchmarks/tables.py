@@ -4,8 +4,6 @@
 FILE is the benchmark's JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

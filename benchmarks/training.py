@@ -5,8 +5,6 @@ FILE` (or torchrun), where FILE holds the output of a run on one GPU. The traine
 weights and rows; no file is read. Prints a table and, last, one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """Ablation arms, and the results page of a pair, from the folder that `longspec draft` has written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path

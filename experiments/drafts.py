@@ -8,8 +8,6 @@ earlier run stopped. Section `experiment` of the settings:
     methods    methods measured with each draft
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The page of `experiments.drafts`: acceptance against context, time per round, memory and training of each draft."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace

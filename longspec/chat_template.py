@@ -1,7 +1,5 @@
 """The chat template of a tokenizer that has one or several by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from longspec.errors import UserError

@@ -1,7 +1,5 @@
 """The argument parser of `inference_long-bench.py` and `python -m longspec.regenerate`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Answers to many prompts, some of them at a time. Neither interruptions nor ranks change the answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

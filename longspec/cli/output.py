@@ -1,7 +1,5 @@
 """What `longspec generate` writes apart from its output file: lines on stdout, and the summary."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Printing an answer while it is generated: text piece by piece, colored by origin, and its figures."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Prompts for a target, read from records or started by its chat template, and the records of its answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Records of JSONL files: their fields and kinds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

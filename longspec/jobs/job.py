@@ -1,7 +1,5 @@
 """A run over many items in units of work, which the ranks of a launch share. The same command continues it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Checks of the command's options that need no weights. Each raises a UserError that starts with the option's name."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

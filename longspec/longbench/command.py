@@ -1,7 +1,5 @@
 """The command `inference_long-bench.py`: checks options and data first, then loads the weights and measures."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -3,8 +3,6 @@
 Under torchrun each rank runs a share of the samples, whose seeds do not depend on the ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The plan of a run. Everything that needs no weights is checked before they are loaded."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

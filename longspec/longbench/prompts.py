@@ -1,7 +1,5 @@
 """The prompts of a run: read from a task's file, encoded for the target, and selected by length."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The lines of samples, each with its figures, and the summary that pools them."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource

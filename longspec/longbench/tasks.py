@@ -4,8 +4,6 @@ Prompts and lengths of answers are LongBench's (arXiv 2308.14508). The published
 which end differently.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

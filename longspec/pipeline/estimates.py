@@ -1,7 +1,5 @@
 """What the settings will take: seconds per step, tokens, disk."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trained draft as a folder to share: config, safetensors, and a model card with figures and recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from longspec.models.draft import MAX_WINDOW

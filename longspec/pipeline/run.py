@@ -3,8 +3,6 @@
 Each step continues what an earlier run has left, or finds it done.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

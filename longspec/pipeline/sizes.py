@@ -1,7 +1,5 @@
 """The settings of `longspec draft` for a target, a machine and a number of hours: recipe.yaml, scaled."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command `python -m longspec.regenerate`. Under torchrun each rank writes its share of the shards."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in SPLIT.shards/.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The settings of a run, their checks, and the seeds that follow from them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

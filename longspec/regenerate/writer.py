@@ -1,7 +1,5 @@
 """The records of shards: prompts, the target's answers to them, and the reasons to drop some."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
