@@ -20,8 +20,7 @@ from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writin
 from longspec.jobs.results import Results
 from longspec.longbench.checks import drafting_of
 from longspec.longbench.plan import EvaluationPlan, make_plan
-from longspec.longbench.prompts import TaskPrompt
-from longspec.longbench.report import SampleResult, read_line, sample_line, summarize, table, write_json
+from longspec.longbench.report import read_line, sample_line, summarize, table, write_json
 from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
@@ -105,7 +104,8 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
     prompts, rows = plan.selection.prompts, plan.options.batch_size
 
     def add(index: int, token_ids: list[int], stats: GenerationStats, count: Count) -> None:
-        line = sample_line(_result(prompts[index], token_ids, plan.tokenizer), stats, index, rows)
+        text = plan.tokenizer.decode(token_ids, skip_special_tokens=True)
+        line = sample_line(prompts[index], token_ids, text, stats, index, rows)
         count(0, len(results.add([line])))
 
     # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
@@ -155,11 +155,6 @@ def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
     rows = plan.options.batch_size
     ids = [prompt.token_ids for prompt in longest]
     generate(model, ids, **settings, seed=plan.options.seed, batch_size=None if rows == 1 else rows)
-
-
-def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleResult:
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return SampleResult(prompt.id, len(prompt.token_ids), token_ids, text)
 
 
 def describe(plan: EvaluationPlan) -> dict[str, Any]:
