@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,20 +159,12 @@ def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
 
     Raises UserError for a line that has changed since it was indexed.
     """
-    handle = None
-    columns = (index[name] for name in ("file", "line", "start", "digest"))
-    try:
-        # Rows of a batch mostly come from one file in order, so one open handle suffices.
-        for path, number, start, digest in zip(*columns, strict=True):
-            if handle is None or handle.name != path:
-                if handle is not None:
-                    handle.close()
-                handle = open(path, "rb")  # noqa: SIM115 (kept open for the next rows of this file)
-            handle.seek(start)
-            raw = handle.readline()
-            if _line_digest(path, number, raw) != digest:
-                raise _changed(path)
-            yield path, number, raw
-    finally:
-        if handle is not None:
-            handle.close()
+    rows = zip(*(index[name] for name in ("file", "line", "start", "digest")), strict=True)
+    for path, own in groupby(rows, itemgetter(0)):
+        with open(path, "rb") as handle:
+            for _, number, start, digest in own:
+                handle.seek(start)
+                raw = handle.readline()
+                if _line_digest(path, number, raw) != digest:
+                    raise _changed(path)
+                yield path, number, raw

@@ -20,7 +20,7 @@ from longspec.data.records import (
     parse_record,
     split_pairs,
 )
-from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, apply_template, render
+from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, apply_template, conversation_text
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -118,11 +118,6 @@ class PromptFiles:
                     self.lines.append(_Line(path, number, start, len(raw)))
                 start += len(raw)
         self.digests[path] = digest.hexdigest()
-
-
-def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
-    """The text of all turns in the chat format, and the start of the assistant's next turn."""
-    return render({"id": "", "kind": TURN_KINDS[0], "prompt": turns, "answer": ""}, family, tokenizer, chat_format)[0]
 
 
 def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, list[Turn], str]]:

@@ -121,18 +121,10 @@ def _braced(fields: Sequence[str]) -> str:
     return " or ".join(f"{{{name}}}" for name in fields)
 
 
-def chat_prompt(
-    user_prompt: str,
-    family: str,
-    tokenizer: Any,
-    chat_format: str,
-    answer_prefix: str = "",
-) -> str:
-    """The prompt text for a model of `family`: `user_prompt` in the chat format, then `answer_prefix`.
-
-    Raises UserError for an unknown family or format, or a tokenizer without a template.
-    """
-    return _conversation([{"role": "user", "content": user_prompt}], family, tokenizer, chat_format) + answer_prefix
+def chat_prompt(user_prompt: str, family: str, tokenizer: Any, chat_format: str, answer_prefix: str = "") -> str:
+    """`user_prompt` in the chat format, then `answer_prefix`. Raises UserError as `conversation_text` does."""
+    turns: list[Turn] = [{"role": "user", "content": user_prompt}]
+    return conversation_text(turns, family, tokenizer, chat_format) + answer_prefix
 
 
 def lead_in(word: str, family: str, chat_format: str) -> str:
@@ -163,11 +155,10 @@ def render(
     prefix = lead_in(composition.answer_prefix, family, chat_format)
 
     turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    _check_roles(turns, kind, chat_format)
     # The turns of a conversation are complete. Other kinds need their template.
     if kind not in TURN_KINDS:
         turns = [_composed_turn(turn, composition, prefix) for turn in turns]
-    text = _conversation(turns, family, tokenizer, chat_format) + prefix
+    text = conversation_text(turns, family, tokenizer, chat_format, kind) + prefix
     return text, PLAIN_BREAK + answer if chat_format == "plain" else _after_prefix(answer, prefix)
 
 
@@ -192,25 +183,25 @@ def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
         raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
 
 
-def _check_roles(turns: list[Turn], field: str, chat_format: str) -> None:
-    """Raise RecordError for a role that only a chat template can format."""
+def conversation_text(
+    turns: list[Turn], family: str, tokenizer: Any, chat_format: str, field: str = TURN_KINDS[0]
+) -> str:
+    """The text of all turns in the chat format, and the start of the assistant's next turn.
+
+    field: that of the turns, for errors. Raises RecordError for a role that only a chat template can format, and
+    UserError for an unknown family or format, or a tokenizer without a template.
+    """
+    check_chat_format(family, tokenizer, chat_format)
     if chat_format == "tokenizer":
-        return
+        return apply_template(tokenizer, turns, add_generation_prompt=True)
     for number, turn in enumerate(turns):
         if turn["role"] not in PUBLISHED_ROLES:
             raise RecordError(
                 f"{field}[{number}].role",
                 f"is '{turn['role']}', which chat_format '{chat_format}' does not support; leave this record out",
             )
-
-
-def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
-    """The text of all turns and the start of the assistant's next turn."""
-    check_chat_format(family, tokenizer, chat_format)
     if chat_format == "plain":
         return PLAIN_BREAK.join(turn["content"] for turn in turns)
-    if chat_format == "tokenizer":
-        return apply_template(tokenizer, turns, add_generation_prompt=True)
     # The published drafts were trained with this system turn.
     if not turns or turns[0]["role"] != "system":
         turns = [SYSTEM_TURN, *turns]

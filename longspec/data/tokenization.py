@@ -78,7 +78,8 @@ class Tokenize:
             templates.check_embedded(ids, self.vocab_size, self.tokenizer, place)
             prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
             if answer.strip():
-                splits = not prompt or self._is_pairs(record)
+                # A conversation of (article, abstract) pairs has all tokens in the loss, as plain text has.
+                splits = not prompt or (record["kind"] == "article" and isinstance(record["prompt"], list))
                 pieces = self._pieces(ids, prompt_length, splits, record.get("cut", False))
             else:
                 pieces = [_piece([], 0, NO_ANSWER)]
@@ -159,10 +160,6 @@ class Tokenize:
                     )
                     places.append(f"{path}, line {line}")
         return aligned_records, texts, places
-
-    def _is_pairs(self, record: AlignedRecord) -> bool:
-        """Whether a record is a conversation of (article, abstract) pairs with all tokens in the loss."""
-        return record["kind"] == "article" and isinstance(record["prompt"], list)
 
     def _pieces(self, ids: list[int], prompt_length: int, splits: bool, is_cut: bool) -> list[dict[str, Any]]:
         """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split".

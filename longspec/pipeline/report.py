@@ -1,7 +1,7 @@
 """The report of a run: tables and plots of the evaluation and the training, as a Markdown page."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -84,10 +84,7 @@ def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
 
 
 def write_page(page: Path, title: str, settings: Settings, root: Path, command: str, more: Tables) -> None:
-    """Write a Markdown page with its plots and summary.json next to it. Raises UserError without samples.
-
-    more: further tables.
-    """
+    """Write the page of an evaluation with its plots. Raises UserError without samples. more: further tables."""
     samples = Samples.of_lines(measured(root))
     facts = json.loads((evaluation_folder(root) / FACTS).read_text())
     facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
@@ -95,17 +92,36 @@ def write_page(page: Path, title: str, settings: Settings, root: Path, command: 
     page.parent.mkdir(parents=True, exist_ok=True)
     draw_contexts(samples, page.with_name(PICTURES[0]))
     draw_tokens_per_second(samples, page.with_name(PICTURES[1]))
+    notes = [f"{gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
+    write_tables(page, title, settings, command, facts, notes, PICTURES, tables)
+
+
+def write_tables(
+    page: Path,
+    title: str,
+    settings: Settings,
+    command: str,
+    facts: dict[str, Any],
+    notes: Sequence[str],
+    pictures: Sequence[str],
+    tables: Tables,
+) -> None:
+    """Write a Markdown page of tables, with summary.json next to it. facts: those of an evaluation folder."""
     records = {
         name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, (_, frame) in tables.items()
     }
     summary = {"command": command, "facts": facts, "settings": asdict(settings), "tables": records}
     write_atomically(page.with_name("summary.json"), json.dumps(summary, indent=1, default=str) + "\n")
 
-    setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
-    setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    setup += [f"- {gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
-    parts = [f"# {title}", "", *setup, ""]
-    parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES), ""]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    setup = [
+        f"command: `{command}`",
+        f"target: {facts['target']}",
+        f"device: {facts['device']}",
+        f"versions: {versions}",
+    ]
+    parts = [f"# {title}", "", *(f"- {line}" for line in (*setup, *notes)), ""]
+    parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures), ""]
     for name, (introduction, frame) in tables.items():
         parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
     write_atomically(page, "\n".join(parts))

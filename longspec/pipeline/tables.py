@@ -61,13 +61,13 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 
 def tokens_per_round(samples: pandas.DataFrame, tokens: str = "decoded_tokens") -> Figure:
     """Tokens emitted per verification pass, or the sum of another column per pass."""
-    return pooled([samples[tokens], samples["rounds"]], _prompts(samples))
+    return pooled([samples[tokens], samples["rounds"]], prompt_names(samples))
 
 
 def tokens_per_second(samples: pandas.DataFrame) -> Figure:
     """Decoding speed without prefill, over the samples that have a time."""
     timed = samples.dropna(subset="decode_s")
-    return pooled([timed["decoded_tokens"], timed["decode_s"]], _prompts(timed))
+    return pooled([timed["decoded_tokens"], timed["decode_s"]], prompt_names(timed))
 
 
 def speed_ratio(
@@ -76,10 +76,11 @@ def speed_ratio(
     """Tokens/s of `samples` divided by those of `others`, over the prompts for which both have a time."""
     names = [tokens, seconds, f"{tokens}_other", f"{seconds}_other"]
     both = samples.merge(others, on=KEY, suffixes=("", "_other")).dropna(subset=names)
-    return pooled([both[name] for name in names], _prompts(both))
+    return pooled([both[name] for name in names], prompt_names(both))
 
 
-def _prompts(samples: pandas.DataFrame) -> list[str]:
+def prompt_names(samples: pandas.DataFrame) -> list[str]:
+    """The prompt of each sample."""
     return [f"{task} {context} {name}" for task, context, name in zip(*(samples[k] for k in KEY[:3]), strict=True)]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longspec.data.aligners import Turn
-from longspec.data.prompts import PromptFiles, SourcePrompt, answered, conversation_text, loops, user_turn_marks
+from longspec.data.prompts import PromptFiles, SourcePrompt, answered, loops, user_turn_marks
 from longspec.data.records import Record
-from longspec.data.templates import check_embedded, encode_texts
+from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import end_tokens
