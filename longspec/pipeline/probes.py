@@ -1,6 +1,7 @@
 """Probes: fresh drafts with one change each, trained next to each other on stage 1's text, to choose what it trains."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ def run_probes(settings: Settings, root: Path, replicas: Replicas) -> None:
 
 
 def read_scores(root: Path, name: str) -> Scores:
-    scores: Scores = json.loads(probe_file(root, name).read_text())
-    return scores
+    return json.loads(probe_file(root, name).read_text())
 
 
 def _run(settings: Settings, setting: ProbeSettings, root: Path, target: str) -> Scores:
@@ -105,14 +105,7 @@ def _config(
 
 def best_candidate(scores: Scores) -> str:
     """The candidate with the largest product of its tokens per round over the sets of held-out rows."""
-
-    def product(name: str) -> float:
-        value = 1.0
-        for pairs in scores[name].values():
-            value *= _length(pairs).value
-        return value
-
-    return max(scores, key=product)
+    return max(scores, key=lambda name: math.prod(_length(pairs).value for pairs in scores[name].values()))
 
 
 def adopted(settings: Settings, root: Path) -> dict[str, Any]:

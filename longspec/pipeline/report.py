@@ -260,17 +260,16 @@ def draw_contexts(samples: Samples, file: Path) -> None:
 def draw_tokens_per_second(samples: Samples, file: Path) -> None:
     """Plot tokens/s of the main methods at T = 0: one group of bars per task, one bar per method."""
     tasks = main_tasks(samples)
+    figures = {method: [samples.tokens_per_second(method, task=task) for task in tasks] for method in MAIN_METHODS}
+    heights, errors = (
+        pandas.DataFrame({method: [getattr(one, part) for one in own] for method, own in figures.items()}, index=tasks)
+        for part in ("value", "error")
+    )
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    width = 0.8 / len(MAIN_METHODS)
-    for number, method in enumerate(MAIN_METHODS):
-        figures = [samples.tokens_per_second(method, task=task) for task in tasks]
-        offset = (number - (len(MAIN_METHODS) - 1) / 2) * width
-        centers = [group + offset for group in range(len(tasks))]
-        heights, errors = [one.value for one in figures], [one.error for one in figures]
-        axes.bar(centers, heights, width, yerr=errors, label=method, color=COLORS[method])
-    axes.set_xticks(range(len(tasks)), tasks)
+    if tasks:
+        heights.plot.bar(yerr=errors, color=COLORS, width=0.8, rot=0, legend=False, ax=axes)
+        figure.legend(loc="outside lower center", ncols=len(MAIN_METHODS), fontsize="small")
     axes.set(title="T = 0, outputs without repetition loops", ylabel="tokens/s")
-    figure.legend(loc="outside lower center", ncols=len(MAIN_METHODS), fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
