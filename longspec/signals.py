@@ -2,6 +2,8 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -12,6 +14,16 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 def exit_code(signal_number: int) -> int:
     """The exit code after a signal, by the convention of shells."""
     return 128 + signal_number
+
+
+@contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Context in which a signal has another handler. For the main thread."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 class StopSignals:

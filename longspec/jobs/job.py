@@ -151,13 +151,8 @@ def differences(stored: Identity, current: Identity) -> str:
     # As JSON stores it: tuples become lists.
     stored, current = (json.loads(json.dumps(identity)) for identity in (stored, current))
     differing = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
-    return "; ".join(_difference(name, stored.get(name), current.get(name)) for name in differing)
-
-
-def _difference(name: str, stored: object, current: object) -> str:
-    if name in DIGESTS:
-        return f"{name}: other content"
-    return f"{name}: {json.dumps(stored)} there, {json.dumps(current)} here"
+    values = {name: f"{json.dumps(stored.get(name))} there, {json.dumps(current.get(name))} here" for name in differing}
+    return "; ".join(f"{name}: {'other content' if name in DIGESTS else text}" for name, text in values.items())
 
 
 def open_results(

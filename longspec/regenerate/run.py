@@ -138,7 +138,7 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     settings = replace(settings, chat_format=chat_format)
     if files and files.unread:
         report(unread_note(files.unread))
-    total = _total(settings, files)
+    total = min(settings.count or len(files), len(files)) if files else settings.count
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
@@ -160,13 +160,6 @@ def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: s
         if not kept:
             raise UserError(f"{line}; no prompt is left")
         print(line)
-
-
-def _total(settings: Settings, files: PromptFiles | None) -> int:
-    """The number of prompts in all shards."""
-    if files is None:
-        return settings.count
-    return min(settings.count or len(files), len(files))
 
 
 def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[str, Any]:
