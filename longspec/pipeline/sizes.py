@@ -10,8 +10,7 @@ from typing import Any
 import deepspeed
 from packaging.version import Version
 
-from longspec.pipeline.estimates import estimate
-from longspec.pipeline.machine import TIGHT, Machine, Target
+from longspec.pipeline.estimates import TIGHT, Machine, Target, estimate
 from longspec.pipeline.settings import (
     FORCED,
     OWN,
