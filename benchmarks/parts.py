@@ -88,11 +88,8 @@ def parts_of_round(engine: Rounds, round_ms: float) -> dict[str, float]:
     it is negative if they take less time within a round than alone.
     """
     parts = TreeRound(engine)
-    propose = captured_ms(parts.propose)
-    verify = captured_ms(parts.verify)
-    draft_attention = captured_ms(parts.draft_attention)
-    verify_attention = captured_ms(parts.verify_attention)
-    draft_lm_head = captured_ms(parts.draft_lm_head)
+    calls = parts.propose, parts.verify, parts.draft_attention, parts.verify_attention, parts.draft_lm_head
+    propose, verify, draft_attention, verify_attention, draft_lm_head = map(captured_ms, calls)
     verify_lm_head = captured_ms(parts.verify_lm_head)
     # Last, because it alone changes the lengths of the cached rows.
     accept = captured_ms(parts.accept_and_compact)

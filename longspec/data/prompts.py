@@ -213,10 +213,8 @@ def prompt_key(record: Record) -> bytes:
 
 def loops(tokens: Sequence[int]) -> bool:
     """Whether a text is a repetition loop, as a whole or at its end."""
-    return any(_distinct_share(part) < LOOP_SHARE for part in (tokens, tokens[-LOOP_TAIL:]))
-
-
-def _distinct_share(tokens: Sequence[int]) -> float:
-    # A loop repeats the same few n-grams.
-    grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
+    for part in (tokens, tokens[-LOOP_TAIL:]):
+        grams = [tuple(part[start : start + LOOP_NGRAM]) for start in range(len(part) - LOOP_NGRAM + 1)]
+        if len(set(grams)) < LOOP_SHARE * len(grams):  # a loop repeats the same few n-grams
+            return True
+    return False

@@ -26,6 +26,7 @@ def sample_line(
     the time of rounds. rows: samples that are decoded at the same time.
     """
     rounds = stats.rounds
+    resident_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in bytes, for runs on a CPU
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
     return {
         "index": index,
@@ -45,7 +46,7 @@ def sample_line(
             "rounds": stats.rounds,
             "decoded_tokens": stats.decoded_tokens,
             "accepted_by_depth": stats.accepted_by_depth,
-            "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
+            "peak_memory_bytes": stats.peak_memory_bytes or resident_peak,
             **stats.setup,
             **({"rounds_by_plan": stats.rounds_by_plan} if stats.rounds_by_plan else {}),
         },
@@ -70,11 +71,6 @@ def _stats(line: Line) -> GenerationStats:
     # The number of the sample is no figure.
     counts = {name: value for name, value in line["batch"].items() if name != "first"}
     return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
-
-
-def _resident_peak() -> int:
-    """Peak resident memory of this process in bytes, for runs on a CPU."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _number_or_none(value: float) -> float | None:
