@@ -31,10 +31,7 @@ LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "
 
 
 def data_files(files: Files) -> list[str]:
-    """The data files that `files` names: a file, a folder (searched recursively), a glob pattern, or a list of these.
-
-    Raises UserError for a name that matches no file and for a file that cannot be read.
-    """
+    """The files of a file, a folder (recursively), a glob pattern, or a list of these. Raises UserError for none."""
     names = [files] if isinstance(files, str | Path) else list(files)
     if not names:
         raise UserError("no data files given: name at least one .jsonl file, folder or pattern")
@@ -155,10 +152,7 @@ def _changed(path: str) -> UserError:
 
 
 def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
-    """File, line number and bytes of each row in a batch of `index_lines` rows.
-
-    Raises UserError for a line that has changed since it was indexed.
-    """
+    """File, line number and bytes of each row of `index_lines`. Raises UserError for a line that has changed since."""
     rows = zip(*(index[name] for name in ("file", "line", "start", "digest")), strict=True)
     for path, own in groupby(rows, itemgetter(0)):
         with open(path, "rb") as handle:

@@ -158,10 +158,7 @@ def differences(stored: Identity, current: Identity) -> str:
 def open_results(
     open_first: Callable[[], Results], identity: Identity, path: Path, read_line: ReadLine, replicas: Replicas
 ) -> Results:
-    """This rank's results: on rank 0 those of `open_first()`, on other ranks an empty part of the file `path`.
-
-    Raises UserError as `agree` does.
-    """
+    """This rank's results: `open_first()` on rank 0, else an empty part of `path`. Raises UserError as `agree` does."""
     first: list[Results] = []
 
     def prepare() -> set[int]:

@@ -52,10 +52,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
 
 
 def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """The options of the command, with their default values in the attribute `defaults`.
-
-    Raises UserError for an option that does not parse.
-    """
+    """The options, with their defaults in the attribute `defaults`. Raises UserError for one that does not parse."""
     parser = Parser(
         EXAMPLES,
         prog=prog,

@@ -1,7 +1,4 @@
-"""The measurement: loads the weights, runs the samples and times them.
-
-Under torchrun each rank runs a share of the samples, whose seeds do not depend on the ranks.
-"""
+"""The measurement: loads the weights, and runs and times the samples, of which each rank of torchrun has a share."""
 
 import argparse
 from collections.abc import Iterator

@@ -79,10 +79,7 @@ def _number_or_none(value: float) -> float | None:
 
 
 def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts: dict[str, Any]) -> dict[str, Any]:
-    """The content of `summary.json`: `facts`, then the pooled figures of all lines.
-
-    processes: number of ranks of the largest launch that wrote lines.
-    """
+    """`facts` and the pooled figures of all lines. processes: ranks of the largest launch that wrote lines."""
     # Lines of earlier versions have the figures of their batch, which count once.
     pooled = pool(list({line["batch"]["first"]: _stats(line) for line in lines}.values()))
     samples = len(lines)

@@ -27,10 +27,7 @@ SHARD_BATCHES = 2
 
 
 def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
-    """Write the text of some runs of the target, on all GPUs: CHAT, or keys of `settings.answers`.
-
-    Raises UserError if a process fails.
-    """
+    """Write the text of some runs, CHAT or keys of `settings.answers`, on all GPUs. Raises UserError."""
     for count, group in groupby(names, key=lambda name: _settings_of(name, settings).processes):
         own = list(group)
         if all(_output(run).exists() for name in own for run in _runs(name, settings, root)):

@@ -119,10 +119,7 @@ def adopted(settings: Settings, root: Path) -> dict[str, Any]:
 
 
 def probe_table(scores: Scores) -> pandas.DataFrame:
-    """One row per candidate: tokens per round of a chain, and the difference to the first one in percent.
-
-    Standard errors are bootstrapped over held-out rows, the same for both drafts.
-    """
+    """Tokens per round of a chain by candidate, and the difference to the first one, bootstrapped over rows."""
     first = next(iter(scores))
     rows = []
     for name, groups in scores.items():

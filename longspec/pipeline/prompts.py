@@ -44,10 +44,7 @@ TRIES = 200
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
-    """Write the prompts of all groups that are missing. For a group without documents, the file is empty.
-
-    Raises UserError if existing prompts were made with other settings.
-    """
+    """Write the prompts of all missing groups. Raises UserError if existing ones were made with other settings."""
     common = {"target": settings.target, "with_text": settings.benchmarks is not None, "seed": settings.seed}
     common |= {"code": asdict(settings.code), "with_documents": settings.documents is not None}
     common |= {"text": settings.text} if settings.text else {}

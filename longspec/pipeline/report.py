@@ -231,10 +231,7 @@ def output_counts(samples: Samples) -> pandas.DataFrame:
 
 
 def draw_contexts(samples: Samples, file: Path) -> None:
-    """Plot tokens per round and the speedup over vanilla against the context, one line per main method.
-
-    Greedy outputs without loops, pooled over the tasks that have every context.
-    """
+    """Plot two figures of greedy outputs against the context, pooled over the tasks that have every context."""
     contexts, tasks = samples.contexts, samples.long_tasks
     figures_by_title: dict[str, Callable[..., Figure]] = {
         "tokens per round": samples.tokens_per_round,

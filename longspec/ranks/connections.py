@@ -82,10 +82,7 @@ def _configure(connection: socket.socket) -> None:
 
 
 def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socket.socket, int]:
-    """Accept `count` callers that send `secret`, and return them with their ranks. All others are dropped.
-
-    Raises UserError if fewer have come after CONNECT_S seconds.
-    """
+    """The first `count` callers that send `secret`, and their ranks. Raises UserError after CONNECT_S seconds."""
     ranks: dict[socket.socket, int] = {}
     callers: list[socket.socket] = []
 

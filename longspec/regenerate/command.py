@@ -32,10 +32,7 @@ DEFAULTS = {field.name: field.default for field in fields(Settings)}
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
-    """Write a split. Returns the path of its file on rank 0, None on other ranks.
-
-    A stop signal ends the process at once with 128 + its number; complete shards are kept.
-    """
+    """Write a split, and return its path on rank 0. A stop signal ends it at once; complete shards are kept."""
     options = vars(_parser(prog).parse_args(argv))
     dtype = options.pop("dtype")
     device = options.pop("device")
