@@ -73,7 +73,6 @@ class Row:
     """FlashAttention-3 for one query token, the attention of a vanilla decoding step."""
     published: float | None = None
     sdpa: float | None = None
-    flex: float | None = None
 
 
 @reports_user_errors
@@ -97,7 +96,6 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--nodes", type=int, default=69, help="tree nodes, the root included")
     add("--runs", type=int, default=9, help="timed replays; the median is reported")
-    add("--flex", action="store_true", help="also time FlexAttention, which takes minutes to compile")
     return parser.parse_args()
 
 
@@ -117,8 +115,6 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilin
     keys = prefix + options.nodes
     if keys <= LONGEST_DENSE:
         calls["sdpa"] = [partial(sdpa, inputs[0], hybrid_mask(inputs[0]))]
-        if options.flex:
-            calls["flex"] = flex_calls(inputs)
 
     kv_bytes = 2 * kv_heads * keys * HEAD_DIM * inputs[0].k.element_size()
     operations = 4 * heads * options.nodes * keys * HEAD_DIM
@@ -164,20 +160,6 @@ def sdpa(x: Inputs, mask: Tensor) -> object:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=mask, scale=SCALE, enable_gqa=True)
 
 
-def flex_calls(inputs: list[Inputs]) -> list[Call]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    x = inputs[0]
-    prefix = x.k.shape[2] - x.q.shape[2]
-
-    def visible(batch: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
-        return (slot < prefix) | x.tree_mask[0, node, (slot - prefix).clamp(min=0)]
-
-    mask = create_block_mask(visible, None, None, x.q.shape[2], x.k.shape[2], device="cuda")
-    attend = torch.compile(flex_attention, dynamic=False)
-    return [partial(attend, x.q, x.k, x.v, block_mask=mask, scale=SCALE, enable_gqa=True) for x in inputs]
-
-
 def exact_attention(x: Inputs) -> Tensor:
     """fp32 [1, H, N, D], computed one KV head at a time to bound memory."""
     group = x.q.shape[1] // x.k.shape[1]
@@ -210,12 +192,12 @@ def run_all(calls: list[Call]) -> None:
 
 
 def header() -> str:
-    names = ("floor", "FA3", "FA3 1tok", "published", "sdpa", "flex", "triton", "auto", "tri/FA3", "auto/FA3")
+    names = ("floor", "FA3", "FA3 1tok", "published", "sdpa", "triton", "auto", "tri/FA3", "auto/FA3")
     return f"{'model':<12}{'prefix':>8}" + "".join(f"{name:>10}" for name in names) + f"{'error':>9}"
 
 
 def line(row: Row) -> str:
-    times = (row.floor, row.flash, row.flash_one_token, row.published, row.sdpa, row.flex, row.triton, row.auto)
+    times = (row.floor, row.flash, row.flash_one_token, row.published, row.sdpa, row.triton, row.auto)
     cells = [f"{'-' if time is None else format(time, '.1f'):>10}" for time in times]
     ratios = [f"{'-' if row.flash is None else format(time / row.flash, '.2f'):>10}" for time in (row.triton, row.auto)]
     worst = max(row.triton_error, row.auto_error)

@@ -101,7 +101,7 @@ def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socke
         with suppress(OSError):  # a timeout, or a caller that has hung up already
             callers.append(server.accept()[0])
             threading.Thread(target=greet, args=callers[-1:], daemon=True).start()
-    for stranger in set(callers) - ranks.keys():
+    for stranger in (caller for caller in callers if caller not in ranks):
         with suppress(OSError):
             stranger.shutdown(socket.SHUT_RDWR)  # ends its thread
         stranger.close()
