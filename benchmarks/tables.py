@@ -6,7 +6,7 @@ FILE is the benchmark's JSON.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,23 @@ def peers_table(peers: Sequence[Result]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([markdown_header(header), *map(markdown_line, rows)])
 
 
-def _cell(value: float | None, form: str) -> str:
+def markdown_header(names: Sequence[str]) -> str:
+    return f"{markdown_line(names)}\n{markdown_line(['---'] * len(names))}"
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def formatted(row: Result, forms: Mapping[str, str]) -> list[str]:
+    """The entries of a row in the formats by name; – for None."""
+    return [_cell(row[name], form) for name, form in forms.items()]
+
+
+def _cell(value: Any, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
