@@ -71,10 +71,10 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "config": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "config": vars(options),
     }
     results = {"runs": rows, "logit_rms_error": errors, "looping_outputs": looping}
-    print(json.dumps({"benchmark": "lossless"} | results | facts))
+    print(json.dumps({"benchmark": "lossless"} | results | facts, default=str))
 
 
 def parse_options() -> argparse.Namespace:

@@ -88,9 +88,8 @@ def main() -> None:
                 say(markdown_line([*formatted(measured, COLUMNS), *parts]))
                 rows.append(measured)
 
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    facts = {"benchmark": "training", "cases": rows, "config": config}
-    say(json.dumps(facts | (ceilings.describe() if ceilings else {})))
+    facts = {"benchmark": "training", "cases": rows, "config": vars(options)}
+    say(json.dumps(facts | (ceilings.describe() if ceilings else {}), default=str))
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ from longspec.models.target_files import read_config
 from longspec.pipeline.cells import CELL_KEY, read_samples
 from longspec.pipeline.evaluation import evaluation_folder, shortened
 from longspec.pipeline.files import prompts_file, read_jsonl, write_atomically
-from longspec.pipeline.report import write_tables
+from longspec.pipeline.report import draw_lines, write_tables
 from longspec.pipeline.settings import FORCED
 from longspec.pipeline.tables import Figure, pooled, prompt_names
 from longspec.pipeline.target import TargetText
@@ -230,21 +230,15 @@ def draw(forced: pandas.DataFrame, file: Path) -> None:
     """Plot tokens per round against the context, one line per draft, one panel per kind of proposal."""
     usable = forced[~forced["loops"].astype(bool)]
     shapes = list(dict.fromkeys(usable["shape"]))
-    contexts = sorted(set(read_tokens(usable)))
     figure, panels = pyplot.subplots(
         1, len(shapes), figsize=(4.8 * len(shapes), 3.8), layout="constrained", squeeze=False, sharey=True
     )
     for axes, shape in zip(panels[0], shapes, strict=True):
-        for arm, group in usable[usable["shape"] == shape].groupby("arm", sort=False):
-            by_context = group.groupby(read_tokens(group))
-            figures = {context: over_runs(own, "decoded_tokens", "rounds") for context, own in by_context}
-            heights, errors = [one.value for one in figures.values()], [one.error for one in figures.values()]
-            axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=str(arm))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        axes.set(title=str(shape), xlabel="context in tokens", ylabel="tokens per round", ylim=(1, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
+        lines = {
+            str(arm): {c: over_runs(own, "decoded_tokens", "rounds") for c, own in group.groupby(read_tokens(group))}
+            for arm, group in usable[usable["shape"] == shape].groupby("arm", sort=False)
+        }
+        draw_lines(axes, lines, title=str(shape), ylabel="tokens per round", ylim=(1, None))
     panels[0][0].legend(fontsize="small")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

@@ -1,7 +1,7 @@
 """The report of a run: tables and plots of the evaluation and the training, as a Markdown page."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -239,19 +239,28 @@ def draw_contexts(samples: Samples, file: Path) -> None:
     }
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axes, (title, value) in zip(panels, figures_by_title.items(), strict=True):
-        for method in MAIN_METHODS:
-            figures = [value(method, task=tasks, context=context) for context in contexts]
-            heights, errors = [one.value for one in figures], [one.error for one in figures]
-            axes.errorbar(contexts, heights, errors, marker="o", capsize=3, label=method, color=COLORS[method])
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        axes.set(title=title, xlabel="context in tokens", ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
+        lines = {
+            method: {context: value(method, task=tasks, context=context) for context in contexts}
+            for method in MAIN_METHODS
+        }
+        draw_lines(axes, lines, title=title, ylim=(0, None))
         axes.margins(x=0.07)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MAIN_METHODS))
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def draw_lines(axes: Any, lines: Mapping[str, Mapping[int, Figure]], **settings: Any) -> None:
+    """Plot figures by context with their errors, a line per label. settings: those of `Axes.set`."""
+    for label, figures in lines.items():
+        heights, errors = [one.value for one in figures.values()], [one.error for one in figures.values()]
+        axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=label, color=COLORS.get(label))
+    contexts = sorted(set().union(*lines.values()))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.set(xlabel="context in tokens", **settings)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
 
 
 def draw_tokens_per_second(samples: Samples, file: Path) -> None:
