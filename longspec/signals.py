@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -23,7 +23,8 @@ def handled(number: int, handler: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(number, before)
+        # Python returns None for a handler that C code installed.
+        signal.signal(number, before if before is not None else signal.SIG_DFL)
 
 
 class StopSignals:
@@ -44,22 +45,18 @@ class StopSignals:
         The attribute may be changed inside the context: true while a model loads, false once there is work to save.
         """
         self.at_once = at_once
-        self._handlers: dict[int, Any] = {}
-        """Handlers to restore at the exit."""
+        self._handlers = ExitStack()
         self._raised = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._handlers[number] = signal.signal(number, self._record)
+                    self._handlers.enter_context(handled(number, self._record))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            # Python returns None for a handler that C code installed.
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._handlers.clear()
+        self._handlers.close()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
