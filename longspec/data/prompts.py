@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from longspec.chat_template import template_text
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
@@ -45,30 +45,29 @@ class SourcePrompt:
     """SourcePrompt text in the chat format."""
 
 
-class _Line(NamedTuple):
-    """The location of a record."""
-
-    path: str
-    number: int
-    """Line number, from 1."""
-    start: int
-    """Byte offset in the file."""
-    size: int
-    """Number of bytes."""
-
-
 class PromptFiles:
     """The prompts in JSONL files. All records are checked when the files are opened."""
 
     def __init__(self, files: Files) -> None:
         """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
-        self.lines: list[_Line] = []
+        self.lines: list[tuple[str, int, int, int]] = []
+        """File, line number from 1, byte offset and number of bytes of each record."""
         self.digests: dict[str, str] = {}
         """SHA-256 of each file's bytes, by path."""
         self.unread: set[str] = set()
         """The fields that nothing reads."""
         for path in data_files(files):
-            self._index(path)
+            digest, start = hashlib.sha256(), 0
+            with open(path, "rb") as handle:
+                for number, raw in enumerate(handle, 1):
+                    digest.update(raw)
+                    if raw.strip():
+                        # Converted once only for its errors; the text is read again when it is needed.
+                        with located(path, number):
+                            _prompts(parse_record(path, number, raw), self.unread)
+                        self.lines.append((path, number, start, len(raw)))
+                    start += len(raw)
+            self.digests[path] = digest.hexdigest()
         if not self.lines:
             raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
 
@@ -85,39 +84,24 @@ class PromptFiles:
         """
         rejected = [] if rejected is None else rejected
         prompts = []
-        for line in self.lines[start:end]:
-            with open(line.path, "rb") as handle:
-                handle.seek(line.start)
-                record = parse_record(line.path, line.number, handle.readline())
+        for path, number, offset, _ in self.lines[start:end]:
+            with open(path, "rb") as handle:
+                handle.seek(offset)
+                record = parse_record(path, number, handle.readline())
             # One record can hold several articles, and so several prompts.
             for source_id, turns, text in _prompts(record):
                 try:
                     if turns:
                         text = conversation_text(turns, family, tokenizer, chat_format)
                 except RecordError as error:
-                    rejected.append(f"{line.path}, line {line.number}: {error}")
+                    rejected.append(f"{path}, line {number}: {error}")
                     continue
                 prompts.append(SourcePrompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:
         """The number of bytes of records `start` … `end` - 1."""
-        return sum(line.size for line in self.lines[start:end])
-
-    def _index(self, path: str) -> None:
-        """Check the records of a file and note where they start."""
-        digest = hashlib.sha256()
-        start = 0
-        with open(path, "rb") as handle:
-            for number, raw in enumerate(handle, 1):
-                digest.update(raw)
-                if raw.strip():
-                    # Converted once only for its errors; the text is read again when it is needed.
-                    with located(path, number):
-                        _prompts(parse_record(path, number, raw), self.unread)
-                    self.lines.append(_Line(path, number, start, len(raw)))
-                start += len(raw)
-        self.digests[path] = digest.hexdigest()
+        return sum(size for *_, size in self.lines[start:end])
 
 
 def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, list[Turn], str]]:
