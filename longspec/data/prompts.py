@@ -20,7 +20,7 @@ from longspec.data.records import (
     parse_record,
     split_pairs,
 )
-from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, apply_template, conversation_text
+from longspec.data.templates import CONTINUED_KINDS, apply_template, composed, conversation_text
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -131,7 +131,7 @@ def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, 
         elif kind in CONTINUED_KINDS:
             prompts.append((source_id, [], prompt))
         else:
-            content = COMPOSITIONS.get(kind, BARE).fill(prompt)
+            content = composed(kind, prompt)
             prompts.append((source_id, _as_turns(content)["messages"], ""))
     return prompts
 
