@@ -1,6 +1,8 @@
 """SIGTERM, SIGINT and SIGHUP as requests to stop, which let the program finish and save its current work."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,12 +41,14 @@ class StopSignals:
     cause: str | None = None
     """Reason of the request that is shown to the user, if it is not a signal."""
 
-    def __init__(self, at_once: bool = False) -> None:
+    def __init__(self, at_once: bool = False, note: str | None = None) -> None:
         """at_once: whether the first signal raises SystemExit(exit_code(received)) in the main thread.
 
         The attribute may be changed inside the context: true while a model loads, false once there is work to save.
+        note: what rank 0 adds to the name of the signal, on stderr, if it ends at once; None for no line.
         """
         self.at_once = at_once
+        self._note = note
         self._handlers = ExitStack()
         self._raised = False
 
@@ -55,8 +59,11 @@ class StopSignals:
                     self._handlers.enter_context(handled(number, self._record))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._handlers.close()
+        says = self._note is not None and self.at_once and os.environ.get("RANK", "0") == "0"
+        if says and self.received is not None and kind is not None and issubclass(kind, SystemExit):
+            print(f"stopped by {signal.Signals(self.received).name}{self._note}", file=sys.stderr)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -1,9 +1,6 @@
 """The command `inference_long-bench.py`: checks options and data first, then loads the weights and measures."""
 
 import argparse
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,21 +31,15 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
     exit code 2. A stop signal ends it with 128 + its number: at once during the preparation, after the running batch
     during the measurement.
     """
-    with StopSignals(at_once=True) as stop:
-        try:
-            options = parse_options(argv, prog)
-            # Imported here, so that --help and a misspelled option do not wait for torch.
-            from longspec.inference.process_group import shared_target
-            from longspec.longbench.measurement import measure
-            from longspec.ranks.replicas import joined_replicas
+    with StopSignals(at_once=True, note=" before the measurement") as stop:
+        options = parse_options(argv, prog)
+        # Imported here, so that --help and a misspelled option do not wait for torch.
+        from longspec.inference.process_group import shared_target
+        from longspec.longbench.measurement import measure
+        from longspec.ranks.replicas import joined_replicas
 
-            with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
-                return measure(options, stop, replicas)
-        except SystemExit:
-            # One line for the launch, not one for each rank.
-            if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":
-                print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
-            raise
+        with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
+            return measure(options, stop, replicas)
 
 
 def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:

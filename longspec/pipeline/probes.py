@@ -13,8 +13,8 @@ from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline.files import answer_files, claim, training_files, write_atomically
 from longspec.pipeline.processes import hydra_overrides, share_work
+from longspec.pipeline.samples import Figure, markdown, pooled
 from longspec.pipeline.settings import ProbeSettings, Settings, StageSettings
-from longspec.pipeline.tables import Figure, markdown, pooled
 from longspec.pipeline.target import TargetText
 from longspec.ranks.replicas import Replicas
 from longspec.train.config import load_config

@@ -17,9 +17,16 @@ from longspec.pipeline.cells import cells, read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.files import write_atomically
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
-from longspec.pipeline.samples import Samples
+from longspec.pipeline.samples import (
+    Figure,
+    Samples,
+    context_name,
+    markdown,
+    speed_ratio,
+    tokens_per_round,
+    tokens_per_second,
+)
 from longspec.pipeline.settings import Settings
-from longspec.pipeline.tables import Figure, context_name, markdown, speed_ratio, tokens_per_round, tokens_per_second
 from longspec.pipeline.training import stage_table
 
 matplotlib.use("Agg")

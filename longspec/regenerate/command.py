@@ -1,8 +1,5 @@
 """The command `python -m longspec.regenerate`. Under torchrun each rank writes its share of the shards."""
 
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -45,15 +42,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
         for name, value in options.items()
         if name not in COMMAND_OPTIONS
     }
-    with StopSignals(at_once=True) as stop:
-        try:
-            with shared_target(tp_size, device, stop), joined_replicas(tp_size) as replicas:
-                path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
-        except SystemExit:
-            if stop.received is not None and os.environ.get("RANK", "0") == "0":
-                name = signal.Signals(stop.received).name
-                print(f"stopped by {name}; the same command continues after the last complete shard", file=sys.stderr)
-            raise
+    note = "; the same command continues after the last complete shard"
+    with (
+        StopSignals(at_once=True, note=note) as stop,
+        shared_target(tp_size, device, stop),
+        joined_replicas(tp_size) as replicas,
+    ):
+        path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
 
     if path is not None:
         print(f"written to {path}: {describe(path)}")
