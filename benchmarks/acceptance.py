@@ -1,7 +1,5 @@
 """Acceptance lengths that were measured on a real pair, for the tokens/s of benchmarks on random weights."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,16 +8,13 @@ that exceed the L2 cache.
 8192³ matrix product. Bandwidth and rate are measured in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
+from benchmarks.tables import formatted, markdown_header, markdown_line
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.attention import DecodingAttention
@@ -55,27 +53,14 @@ class Inputs(NamedTuple):
     tree_mask: Tensor
 
 
-@dataclass
-class Row:
-    """Microseconds per call of each implementation; None if it did not run."""
-
-    model: str
-    heads: int
-    kv_heads: int
-    prefix: int
-    floor: float
-    triton: float
-    auto: float
-    triton_error: float
-    """Relative error: norm of the difference from fp32 arithmetic, divided by the norm of the fp32 result."""
-    auto_error: float
-    flash: float | None = None
-    """FlashAttention-3 over prefix and nodes without the tree mask: not a correct verification, only a reference."""
-    flash_one_token: float | None = None
-    """FlashAttention-3 for one query token, the attention of a vanilla decoding step."""
-    published: float | None = None
-    sdpa: float | None = None
-    flex: float | None = None
+TIMES = ("floor", "flash", "flash_one_token", "published", "sdpa", "triton", "auto")
+"""Microseconds per call; None if it did not run. flash: FlashAttention-3 over prefix and nodes without the tree mask, a
+reference and no correct verification; with one query token it is the attention of a vanilla decoding step."""
+COLUMNS = {
+    **{"model": "", "prefix": ""},
+    **dict.fromkeys(TIMES, ".1f"),
+    **{"triton_over_flash": ".2f", "auto_over_flash": ".2f", "triton_error": ".1e", "auto_error": ".1e"},
+}
 
 
 @reports_user_errors
@@ -85,13 +70,13 @@ def main() -> None:
         raise UserError("benchmarks.attention: needs a CUDA device; none is available")
     ceilings = measure_ceilings()
     print(ceilings)
-    print(header(), flush=True)
+    print(markdown_header(list(COLUMNS)), flush=True)
     rows = []
     for shape in ROWS:
         rows.append(measure(*shape, ceilings, options))
-        print(line(rows[-1]), flush=True)
+        print(markdown_line(formatted(rows[-1], COLUMNS)), flush=True)
     facts = ceilings.describe() | {"triton": triton.__version__, "config": vars(options)}
-    print(json.dumps({"benchmark": "attention", "unit": "us", "rows": [asdict(row) for row in rows]} | facts))
+    print(json.dumps({"benchmark": "attention", "unit": "us", "rows": rows} | facts))
 
 
 def parse_options() -> argparse.Namespace:
@@ -99,11 +84,13 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--nodes", type=int, default=69, help="tree nodes, the root included")
     add("--runs", type=int, default=9, help="timed replays; the median is reported")
-    add("--flex", action="store_true", help="also time FlexAttention, which takes minutes to compile")
     return parser.parse_args()
 
 
-def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilings, options: argparse.Namespace) -> Row:
+def measure(
+    model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilings, options: argparse.Namespace
+) -> dict[str, Any]:
+    """TIMES of a shape, and errors: the norm of the difference from fp32 arithmetic, divided by its result's norm."""
     inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
     cuda = torch.device("cuda")
     backends = {name: choose_backend(name, cuda, torch.bfloat16, HEAD_DIM).attention for name in ("triton", "auto")}
@@ -119,14 +106,15 @@ def measure(model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilin
     keys = prefix + options.nodes
     if keys <= LONGEST_DENSE:
         calls["sdpa"] = [partial(sdpa, inputs[0], hybrid_mask(inputs[0]))]
-        if options.flex:
-            calls["flex"] = flex_calls(inputs)
 
     kv_bytes = 2 * kv_heads * keys * HEAD_DIM * inputs[0].k.element_size()
     operations = 4 * heads * options.nodes * keys * HEAD_DIM
     floor = 1e3 * ceilings.floor_ms(kv_bytes, operations)
     errors = {f"{name}_error": error(backend, inputs[0], exact) for name, backend in backends.items()}
-    return Row(model, heads, kv_heads, prefix, floor=floor, **time_calls(calls, options.runs), **errors)
+    times: dict[str, Any] = dict.fromkeys(TIMES) | {"floor": floor} | time_calls(calls, options.runs)
+    for name in backends:
+        times[f"{name}_over_flash"] = times["flash"] and times[name] / times["flash"]
+    return {"model": model, "heads": heads, "kv_heads": kv_heads, "prefix": prefix} | times | errors
 
 
 def make_inputs(heads: int, kv_heads: int, prefix: int, nodes: int) -> list[Inputs]:
@@ -166,20 +154,6 @@ def sdpa(x: Inputs, mask: Tensor) -> object:
     return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=mask, scale=SCALE, enable_gqa=True)
 
 
-def flex_calls(inputs: list[Inputs]) -> list[Call]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    x = inputs[0]
-    prefix = x.k.shape[2] - x.q.shape[2]
-
-    def visible(batch: Tensor, head: Tensor, node: Tensor, slot: Tensor) -> Tensor:
-        return (slot < prefix) | x.tree_mask[0, node, (slot - prefix).clamp(min=0)]
-
-    mask = create_block_mask(visible, None, None, x.q.shape[2], x.k.shape[2], device="cuda")
-    attend = torch.compile(flex_attention, dynamic=False)
-    return [partial(attend, x.q, x.k, x.v, block_mask=mask, scale=SCALE, enable_gqa=True) for x in inputs]
-
-
 def exact_attention(x: Inputs) -> Tensor:
     """fp32 [1, H, N, D], computed one KV head at a time to bound memory."""
     group = x.q.shape[1] // x.k.shape[1]
@@ -209,19 +183,6 @@ def time_calls(calls: dict[str, list[Call]], runs: int) -> dict[str, float]:
 def run_all(calls: list[Call]) -> None:
     for call in calls:
         call()
-
-
-def header() -> str:
-    names = ("floor", "FA3", "FA3 1tok", "published", "sdpa", "flex", "triton", "auto", "tri/FA3", "auto/FA3")
-    return f"{'model':<12}{'prefix':>8}" + "".join(f"{name:>10}" for name in names) + f"{'error':>9}"
-
-
-def line(row: Row) -> str:
-    times = (row.floor, row.flash, row.flash_one_token, row.published, row.sdpa, row.flex, row.triton, row.auto)
-    cells = [f"{'-' if time is None else format(time, '.1f'):>10}" for time in times]
-    ratios = [f"{'-' if row.flash is None else format(time / row.flash, '.2f'):>10}" for time in (row.triton, row.auto)]
-    worst = max(row.triton_error, row.auto_error)
-    return f"{row.model:<12}{row.prefix:>8}" + "".join(cells + ratios) + f"{worst:>9.1e}"
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ turns at one greedy generation each, so that other load on the machine affects a
 an idle machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -51,7 +48,9 @@ def main() -> None:
         workers = {name: stack.enter_context(started(*SETTINGS[name], options.tokens)) for name in SETTINGS}
         for process in workers.values():
             take_turn(process)  # compiles and measures
-        stack.enter_context(busy_loops(options.loops))
+        for _ in range(options.loops):
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(loop.kill)
         seconds: dict[str, list[float]] = {name: [] for name in SETTINGS}
         for _ in tqdm(range(options.turns), unit="turn", disable=None):
             for name, process in workers.items():
@@ -90,23 +89,6 @@ def take_turn(process: subprocess.Popen[str]) -> float:
     process.stdin.write("\n")
     process.stdin.flush()
     return float(process.stdout.readline())
-
-
-@contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    loops = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(count)]
-    for loop in loops:
-        loop.start()
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-
-
-def _spin() -> None:
-    while True:
-        pass
 
 
 def work(method: str, tokens: int) -> None:

@@ -4,8 +4,6 @@
 H200 read 4.57 of 4.8 TB/s), so compare them only with one another, not with a measured floor.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from benchmarks.ceilings import Ceilings

@@ -3,8 +3,6 @@
 Each pass reads every weight, key and value once, and every matrix product runs at the full rate of the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clients of the HTTP server for measurements: timed streams, and a soak of requests that end in every way."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random

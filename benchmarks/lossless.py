@@ -4,13 +4,10 @@ The runs that are compared are each method, vanilla itself at another batch size
 benchmarks.lossless --target FOLDER --draft FOLDER --data FILE.jsonl` prints a table and one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from benchmarks.tables import formatted, markdown
 from longspec import generate
 from longspec.data.prompts import loops
 from longspec.errors import UserError, reports_user_errors
@@ -37,23 +35,10 @@ Continue = Callable[[Tensor], Tensor]
 """Maps prompts LongTensor [B, P] to their greedy continuations LongTensor [B, new]."""
 
 
-@dataclass
-class Divergence:
-    """One run compared with vanilla at batch 1, up to and including the first token that differs per prompt."""
-
-    run: str
-    dtype: str
-    compared_tokens: int
-    diverged: int
-    """Number of prompts whose continuation differs from vanilla's."""
-    per_1000_tokens: float
-    """Diverged prompts per 1000 compared tokens."""
-    median_gap: float
-    """Median difference between the target's logits of vanilla's token and of the run's token (transformers, same
-    dtype, converted to fp32)."""
-    largest_gap: float
-    largest_gap_in_ulps: float
-    """Largest gap in units in the last place (ulps) of the dtype at the logit of vanilla's token."""
+COLUMNS = {
+    **{"run": "", "compared_tokens": "", "diverged": "", "per_1000_tokens": ".2f"},
+    **{"median_gap": ".4f", "largest_gap": ".4f", "largest_gap_in_ulps": ".1f"},
+}
 
 
 @reports_user_errors
@@ -64,7 +49,7 @@ def main() -> None:
     config = read_config(options.target)
     prompts = read_prompts(options.data, load_tokenizer(options.target, config), options.prompts, options.prompt_len)
     prompts = prompts.to("cuda")
-    rows: list[Divergence] = []
+    rows: list[dict[str, Any]] = []
     errors: dict[str, dict[str, float]] = {}
     looping: dict[str, int] = {}
 
@@ -86,10 +71,10 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "config": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "config": vars(options),
     }
-    results = {"runs": [asdict(row) for row in rows], "logit_rms_error": errors, "looping_outputs": looping}
-    print(json.dumps({"benchmark": "lossless"} | results | facts))
+    results = {"runs": rows, "logit_rms_error": errors, "looping_outputs": looping}
+    print(json.dumps({"benchmark": "lossless"} | results | facts, default=str))
 
 
 def parse_options() -> argparse.Namespace:
@@ -117,7 +102,7 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, len
     return torch.stack([tokens[start : start + length] for start in starts])
 
 
-def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[Tensor, list[Divergence]]:
+def compare(model: Any, prompts: Tensor, options: argparse.Namespace) -> tuple[Tensor, list[dict[str, Any]]]:
     """Vanilla's tokens at batch 1, LongTensor [prompts, new], and the divergence of every other run from them."""
 
     def ours(method: str) -> Continue:
@@ -154,8 +139,13 @@ def in_batches(run: Continue, prompts: Tensor, batch: int, name: str) -> Tensor:
     return torch.cat([run(chunk) for chunk in tqdm(chunks, desc=name, unit="batch")])
 
 
-def divergence(model: Any, prompts: Tensor, reference: Tensor, other: Tensor, name: str) -> Divergence:
-    """The divergence of `other` from `reference`, both LongTensor [prompts, new]."""
+def divergence(model: Any, prompts: Tensor, reference: Tensor, other: Tensor, name: str) -> dict[str, Any]:
+    """A run compared with vanilla at batch 1, both LongTensor [prompts, new], up to the first token that differs.
+
+    diverged: number of prompts whose continuation differs. Gaps are differences between the target's logits of
+    vanilla's token and of the run's token (transformers, same dtype, converted to fp32), in units in the last place
+    (ulps) of the dtype at the logit of vanilla's token.
+    """
     compared = 0
     gaps, ulps = [], []
     for prompt, expected, actual in zip(prompts, reference, other, strict=True):
@@ -171,16 +161,16 @@ def divergence(model: Any, prompts: Tensor, reference: Tensor, other: Tensor, na
             ulp = torch.finfo(logits.dtype).eps * 2 ** top.abs().log2().floor().item()
             ulps.append(gaps[-1] / ulp)
     gap = torch.tensor(gaps or [0.0])
-    return Divergence(
-        name,
-        str(model.dtype).removeprefix("torch."),
-        compared,
-        len(gaps),
-        1000 * len(gaps) / compared,
-        gap.median().item(),
-        gap.max().item(),
-        max(ulps, default=0.0),
-    )
+    return {
+        "run": name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "compared_tokens": compared,
+        "diverged": len(gaps),
+        "per_1000_tokens": 1000 * len(gaps) / compared,
+        "median_gap": gap.median().item(),
+        "largest_gap": gap.max().item(),
+        "largest_gap_in_ulps": max(ulps, default=0.0),
+    }
 
 
 @torch.no_grad()
@@ -222,20 +212,11 @@ def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -
     return torch.cat(logits, 1)
 
 
-def table(rows: list[Divergence], errors: dict[str, float]) -> str:
-    lines = ["", f"{rows[0].dtype}: compared with vanilla, batch 1"]
-    lines.append(
-        f"{'run':<26}{'diverged':>9}{'tokens':>9}{'per 1000':>10}{'median gap':>12}{'largest':>9}{'in ulps':>9}"
-    )
-    for row in rows:
-        lines.append(
-            f"{row.run:<26}{row.diverged:>9}{row.compared_tokens:>9}{row.per_1000_tokens:>10.2f}"
-            f"{row.median_gap:>12.4f}{row.largest_gap:>9.4f}{row.largest_gap_in_ulps:>9.1f}"
-        )
-    lines.append(
-        "RMS error of the logits against fp32: " + ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
-    )
-    return "\n".join(lines)
+def table(rows: list[dict[str, Any]], errors: dict[str, float]) -> str:
+    figures = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
+    title = f"\n{rows[0]['dtype']}: compared with vanilla, batch 1\n\n"
+    cells = [formatted(row, COLUMNS) for row in rows]
+    return title + markdown(list(COLUMNS), cells) + f"\n\nRMS error of the logits against fp32: {figures}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Parts of a tree round, and the sums over ranks that share the target, each captured and timed alone."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -90,11 +88,8 @@ def parts_of_round(engine: Rounds, round_ms: float) -> dict[str, float]:
     it is negative if they take less time within a round than alone.
     """
     parts = TreeRound(engine)
-    propose = captured_ms(parts.propose)
-    verify = captured_ms(parts.verify)
-    draft_attention = captured_ms(parts.draft_attention)
-    verify_attention = captured_ms(parts.verify_attention)
-    draft_lm_head = captured_ms(parts.draft_lm_head)
+    calls = parts.propose, parts.verify, parts.draft_attention, parts.verify_attention, parts.draft_lm_head
+    propose, verify, draft_attention, verify_attention, draft_lm_head = map(captured_ms, calls)
     verify_lm_head = captured_ms(parts.verify_lm_head)
     # Last, because it alone changes the lengths of the cached rows.
     accept = captured_ms(parts.accept_and_compact)

@@ -3,8 +3,6 @@
 `python -m benchmarks.prefill` prints one line per measurement and, last, one JSON line. Weights and prompts are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

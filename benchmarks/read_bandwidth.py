@@ -1,7 +1,5 @@
 """A kernel that only reads, for the bandwidth that loads of weights can reach."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@
 that, and ends with one JSON line. Prompts are pieces of a text, so the drafts have something to predict.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,6 @@
 """Targets of published shapes with random weights, made on the device: speed depends on shapes alone."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,90 +9,40 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Co
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 
-LLAMA3_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=1 << 19,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 283461213.0},
-)
-QWQ_32B = Qwen2Config(
-    vocab_size=152064,
-    hidden_size=5120,
-    intermediate_size=27648,
-    num_hidden_layers=64,
-    num_attention_heads=40,
-    num_key_value_heads=8,
-    max_position_embeddings=1 << 18,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-)
-QWEN2_7B = Qwen2Config(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    max_position_embeddings=1 << 17,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-)
-QWEN2_CODER_1_5B = Qwen2Config(
-    vocab_size=151936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_hidden_layers=28,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    max_position_embeddings=1 << 15,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-)
-QWEN3_8B = Qwen3Config(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=1 << 17,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-)
-QWEN3_32B = Qwen3Config(
-    vocab_size=151936,
-    hidden_size=5120,
-    intermediate_size=25600,
-    num_hidden_layers=64,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=1 << 17,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-)
-TINY = LlamaConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=1 << 16,
-    tie_word_embeddings=False,
-)
+
+def _shape(
+    config: Callable[..., PreTrainedConfig],
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    positions: int,
+    rope_theta: float = 1e6,
+    **others: Any,
+) -> Any:
+    return config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        **others,
+    )
+
+
+LLAMA3_8B = _shape(LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 1 << 19, 283461213.0, rms_norm_eps=1e-5)
+QWQ_32B = _shape(Qwen2Config, 152064, 5120, 27648, 64, 40, 8, 1 << 18, rms_norm_eps=1e-5)
+QWEN2_7B = _shape(Qwen2Config, 152064, 3584, 18944, 28, 28, 4, 1 << 17)
+QWEN2_CODER_1_5B = _shape(Qwen2Config, 151936, 1536, 8960, 28, 12, 2, 1 << 15)
+QWEN3_8B = _shape(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 1 << 17, head_dim=128)
+QWEN3_32B = _shape(Qwen3Config, 151936, 5120, 25600, 64, 64, 8, 1 << 17, head_dim=128)
+TINY = _shape(LlamaConfig, 512, 64, 128, 3, 4, 2, 1 << 16, 1e4)
 """For machines without a GPU: to run a benchmark, not to measure anything."""
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama3-8b": LLAMA3_8B,

@@ -4,11 +4,9 @@
 FILE is the benchmark's JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +33,25 @@ def tables(result: Result) -> str:
     return "\n\n".join(sections)
 
 
+KEYS = {"shape": "", "context": "", "batch": "", "method": ""}
+"""Columns that say what a round is."""
+
+
 def rounds_table(rounds: Sequence[Result]) -> str:
     """Time and floor of each round, and tokens/s where an acceptance length was measured."""
-    with_speed = any(row["acceptance_length"] for row in rounds)
-    header = ["shape", "context", "batch", "method", "ms", "floor", "ratio"]
-    header += ["tokens per round", "tokens/s"] if with_speed else []
-    rows = []
-    for row in rounds:
-        cells = [row["shape"], str(row["context"]), str(row["batch"]), round_name(row)]
-        cells += [f"{row[name]:.2f}" for name in ("round_ms", "floor_ms", "ratio")]
-        if with_speed:
-            cells += [_cell(row["acceptance_length"], ".2f"), _cell(row["tokens_per_s"], ".0f")]
-        rows.append(cells)
-    return markdown(header, rows)
+    columns = {"round_ms": ("ms", ".2f"), "floor_ms": ("floor", ".2f"), "ratio": ("ratio", ".2f")}
+    if any(row["acceptance_length"] for row in rounds):
+        columns |= {"acceptance_length": ("tokens per round", ".2f"), "tokens_per_s": ("tokens/s", ".0f")}
+    forms = KEYS | {name: form for name, (_, form) in columns.items()}
+    rows = [formatted(row | {"method": round_name(row)}, forms) for row in rounds]
+    return markdown([*KEYS, *(title for title, _ in columns.values())], rows)
 
 
 def parts_table(rounds: Sequence[Result]) -> str:
     """Milliseconds per part of each round. The parts add up to the round; a residual can be negative."""
-    names = list(rounds[0]["parts"])
-    rows = []
-    for row in rounds:
-        times = [f"{row['parts'][name]:.2f}" for name in names]
-        cells = [row["shape"], str(row["context"]), str(row["batch"]), round_name(row)]
-        rows.append([*cells, *times, f"{row['round_ms']:.2f}"])
-    return markdown(["shape", "context", "batch", "method", *names, "round"], rows)
+    forms = KEYS | dict.fromkeys([*rounds[0]["parts"], "round"], ".2f")
+    rows = [row | row["parts"] | {"method": round_name(row), "round": row["round_ms"]} for row in rounds]
+    return markdown(list(forms), [formatted(row, forms) for row in rows])
 
 
 def round_name(row: Result) -> str:
@@ -74,17 +67,25 @@ def round_name(row: Result) -> str:
 
 def peers_table(peers: Sequence[Result]) -> str:
     """Milliseconds per token of other implementations."""
-    rows = [[peer["shape"], str(peer["context"]), peer["name"], _cell(peer["ms"], ".1f")] for peer in peers]
+    rows = [formatted(peer, {"shape": "", "context": "", "name": "", "ms": ".1f"}) for peer in peers]
     return markdown(["shape", "context", "implementation", "ms per token"], rows)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([markdown_header(header), *map(markdown_line, rows)])
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def markdown_header(names: Sequence[str]) -> str:
+    return f"{markdown_line(names)}\n{markdown_line(['---'] * len(names))}"
+
+
+def markdown_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def formatted(row: Result, forms: Mapping[str, str]) -> list[str]:
+    """The entries of a row in the formats by name; – for None."""
+    return ["–" if row[name] is None else format(row[name], form) for name, form in forms.items()]
 
 
 if __name__ == "__main__":

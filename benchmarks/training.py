@@ -5,13 +5,10 @@ FILE` (or torchrun), where FILE holds the output of a run on one GPU. The traine
 weights and rows; no file is read. Prints a table and, last, one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -22,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.tables import formatted, markdown_header, markdown_line
 from benchmarks.training_flops import Flops, training_flops
 from benchmarks.training_parts import PARTS, profile, timed_parts
 from benchmarks.training_rows import synthetic_inputs
@@ -59,34 +57,12 @@ class Case(NamedTuple):
     loss: str
 
 
-@dataclass
-class Measured:
-    """Figures of one case on this rank. A step is one optimizer step of `accumulation` micro-batches."""
-
-    shape: str
-    stage: int
-    variant: str
-    loss: str
-    ranks: int
-    tp_size: int
-    zero: str
-    tokens: int
-    """Tokens per micro-batch."""
-    micro_batch_ms: float
-    """Median time of a step, data and optimizer included, divided by `accumulation`."""
-    tflops: float
-    """TFLOP/s per GPU, counting only the required arithmetic (see `training_flops`)."""
-    peak_gib: float
-    target_gib: float
-    """Memory that the target's parameters take on this rank between steps."""
-    data_wait: float
-    """Share of the timed steps that the trainer spends waiting for data."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Share of each part in the device time of a step."""
-    share_of_ceiling: float | None = None
-    """Arithmetic rate divided by the measured rate of a matrix product."""
-    efficiency: float | None = None
-    """Weak-scaling efficiency: time of a micro-batch on one GPU divided by its time on `ranks` GPUs."""
+COLUMNS = {
+    **{name: "" for name in (*Case._fields, "ranks", "zero")},
+    **{"micro_batch_ms": ".1f", "tflops": ".1f", "share_of_ceiling": ".0%", "peak_gib": ".1f"},
+    **{"data_wait": ".1%", "efficiency": ".0%"},
+}
+"""Entries of a row in the table, with their formats; then come PARTS."""
 
 
 @reports_user_errors
@@ -100,19 +76,20 @@ def main() -> None:
     ceilings = measure_ceilings() if on_gpu else None
     one_gpu = read_one_gpu(options.one_gpu)
     say(str(ceilings) if ceilings else "no GPU: these figures are not measurements")
-    say(HEADER)
+    say(markdown_header([*COLUMNS, *PARTS]))
 
     rows = []
     for shape in options.shapes:
         for zero, stages in engines(options):
             for measured in measure_shape(shape, zero, stages, options, ceilings):
-                measured.efficiency = efficiency(measured, one_gpu)
-                say(line(measured))
+                alone = one_gpu.get(Case(*(measured[name] for name in Case._fields)))
+                measured["efficiency"] = alone and alone / measured["micro_batch_ms"]
+                parts = formatted(measured["parts"], dict.fromkeys(PARTS, ".1%"))
+                say(markdown_line([*formatted(measured, COLUMNS), *parts]))
                 rows.append(measured)
 
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    facts = {"benchmark": "training", "cases": [asdict(row) for row in rows], "config": config}
-    say(json.dumps(facts | (ceilings.describe() if ceilings else {})))
+    facts = {"benchmark": "training", "cases": rows, "config": vars(options)}
+    say(json.dumps(facts | (ceilings.describe() if ceilings else {}), default=str))
     dist.destroy_process_group()
 
 
@@ -153,7 +130,7 @@ def engines(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
 
 def measure_shape(
     shape: str, zero: str, stages: list[int], options: argparse.Namespace, ceilings: Ceilings | None
-) -> Iterator[Measured]:
+) -> Iterator[dict[str, Any]]:
     """Measure all cases of `stages` on one engine, because a destroyed ZeRO-3 engine leaves some GiB on the device."""
     cases = [
         Case(shape, stage, variant, loss)
@@ -200,7 +177,14 @@ def measure(
     zero: str,
     options: argparse.Namespace,
     ceilings: Ceilings | None,
-) -> Measured:
+) -> dict[str, Any]:
+    """Figures of one case on this rank. A step is one optimizer step of `accumulation` micro-batches.
+
+    micro_batch_ms: median time of a step, data and optimizer included, divided by `accumulation`. tflops: TFLOP/s per
+    GPU of the required arithmetic (see `training_flops`); share_of_ceiling divides them by the measured rate of a
+    product. target_gib: memory of the target's parameters between steps. data_wait: share of the timed steps that the
+    trainer waits for data. parts: shares in the device time of a step.
+    """
     shape = SHAPES[case.shape]
     tokens = options.tokens or STAGES[case.stage].tokens
     total = WARM_UP + options.steps + 3  # one step that is prepared but not run, one for the parts, one for the profile
@@ -212,7 +196,8 @@ def measure(
     waits: list[float] = []
     steps = trainer.steps
     steps.start(1, arrays)
-    reset_peak()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with Termination() as termination:
         for step in range(1, WARM_UP + options.steps + 1):
             metrics = steps.take(step, termination)
@@ -230,20 +215,20 @@ def measure(
     micro_batch = median(seconds[WARM_UP:]) / steps.accumulation
     flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
     rate = flops / micro_batch
-    return Measured(
+    return {
         **case._asdict(),
-        ranks=dist.get_world_size(),
-        tp_size=options.tp_size,
-        zero=zero,
-        tokens=micro_batches[0]["input_ids"].numel(),
-        micro_batch_ms=micro_batch * 1e3,
-        tflops=rate / 1e12,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
-        target_gib=held_bytes(engine.module) / 2**30,
-        data_wait=sum(waits[WARM_UP:]) / sum(seconds[WARM_UP:]),
-        parts=parts,
-        share_of_ceiling=rate / ceilings.matmul_flops_per_s if ceilings else None,
-    )
+        "ranks": dist.get_world_size(),
+        "tp_size": options.tp_size,
+        "zero": zero,
+        "tokens": micro_batches[0]["input_ids"].numel(),
+        "micro_batch_ms": micro_batch * 1e3,
+        "tflops": rate / 1e12,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0,
+        "target_gib": held_bytes(engine.module) / 2**30,
+        "data_wait": sum(waits[WARM_UP:]) / sum(seconds[WARM_UP:]),
+        "parts": parts,
+        "share_of_ceiling": rate / ceilings.matmul_flops_per_s if ceilings else None,
+    }
 
 
 def flops_of(shape: Any, batch: Batch, reads_target: bool) -> float:
@@ -261,16 +246,8 @@ def held_bytes(model: Any) -> int:
     return sum(getattr(parameter, "ds_tensor", parameter).nbytes for parameter in frozen)
 
 
-def reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
 def read_one_gpu(path: Path | None) -> dict[Case, float]:
-    """Milliseconds of a micro-batch by case, from the JSON line at the end of `path`.
-
-    Raises UserError if the file cannot be read or does not end with this line.
-    """
+    """Milliseconds of a micro-batch by case, from the last line of `path`. Raises UserError if it is another one."""
     if path is None:
         return {}
     try:
@@ -280,29 +257,9 @@ def read_one_gpu(path: Path | None) -> dict[Case, float]:
         raise UserError(f"--one_gpu: {path} does not end with this benchmark's JSON line ({error})") from error
 
 
-def efficiency(measured: Measured, one_gpu: dict[Case, float]) -> float | None:
-    alone = one_gpu.get(Case(measured.shape, measured.stage, measured.variant, measured.loss))
-    return alone and alone / measured.micro_batch_ms
-
-
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-HEADER = (
-    f"{'shape':<11}{'stage':>6}{'variant':>16}{'loss':>8}{'ranks':>6}{'ZeRO':>5}{'ms':>9}{'TFLOP/s':>9}{'share':>7}"
-    f"{'peak GiB':>10}{'wait':>7}{'eff.':>6}  " + " ".join(f"{name:>9}" for name in PARTS)
-)
-
-
-def line(row: Measured) -> str:
-    share, scaling = ("-" if value is None else f"{value:.0%}" for value in (row.share_of_ceiling, row.efficiency))
-    return (
-        f"{row.shape:<11}{row.stage:>6}{row.variant:>16}{row.loss:>8}{row.ranks:>6}{row.zero:>5}"
-        f"{row.micro_batch_ms:>9.1f}{row.tflops:>9.1f}{share:>7}{row.peak_gib:>10.1f}"
-        f"{row.data_wait:>7.1%}{scaling:>6}  " + " ".join(f"{row.parts[name]:>9.1%}" for name in PARTS)
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Floating-point operations that a training micro-batch requires. Recomputation is not counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

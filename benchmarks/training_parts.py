@@ -1,7 +1,5 @@
 """Time of a training step by part, from events on the device's stream, and by kernel, from a profile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter

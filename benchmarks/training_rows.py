@@ -1,7 +1,5 @@
 """Random rows for `benchmarks.training`, in the format of tokenized training data."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Baselines: the target run by transformers, with a compiled static cache and with a dynamic cache."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

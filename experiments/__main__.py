@@ -3,8 +3,6 @@
 `longspec draft TARGET --config FILE` comes first: it writes the text, and trains and measures the draft.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

@@ -1,11 +1,9 @@
 """Ablation arms, and the results page of a pair, from the folder that `longspec draft` has written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas
 from omegaconf import MISSING, OmegaConf
@@ -21,6 +19,7 @@ from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings, StageSettings, TrainingSettings, settings_yaml
 from longspec.pipeline.training import run_folder, stage_row, train
 
+T = TypeVar("T")
 TEXT = ("prompts", "answers", "cache")
 """Folders that the arms share with the recipe."""
 
@@ -38,13 +37,18 @@ class Experiment:
     goals: list[Goal] = field(default_factory=list)
 
 
-def read_experiment(settings: Settings) -> Experiment:
-    """The section `experiment`. Raises UserError that names an invalid key."""
+def read_section(kind: type[T], settings: Settings) -> T:
+    """The section `experiment`, as a dataclass. Raises UserError that names an invalid key."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Experiment), settings.experiment)
-        experiment: Any = OmegaConf.to_object(merged)
+        section: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), settings.experiment))
     except OmegaConfBaseException as error:
         raise UserError(f"config key experiment.{getattr(error, 'full_key', '')}: {first_line(error)}") from error
+    return section
+
+
+def read_experiment(settings: Settings) -> Experiment:
+    """The section `experiment`. Raises UserError that names an invalid key."""
+    experiment = read_section(Experiment, settings)
     for number, goal in enumerate(experiment.goals):
         check_goal(goal, f"experiment.goals[{number}]")
     for name in experiment.arms:
@@ -75,14 +79,19 @@ def arm_settings(settings: Settings, experiment: Experiment, name: str) -> Setti
 def train_arm(settings: Settings, experiment: Experiment, root: Path, name: str) -> None:
     """Train and evaluate an arm, unless it is finished, on the text of the recipe."""
     arm, folder = arm_settings(settings, experiment, name), arm_folder(root, name)
+    share_text(root, folder)
+    write_atomically(settings_file(folder), settings_yaml(arm))
+    train(next(iter(arm.training.stages)), arm, folder)
+    evaluate(arm, folder)
+
+
+def share_text(root: Path, folder: Path) -> None:
+    """Make the folder of an arm, in which links stand for the text of the recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in TEXT:
         (root / part).mkdir(parents=True, exist_ok=True)
         if not (folder / part).exists():
             (folder / part).symlink_to((root / part).absolute())
-    write_atomically(settings_file(folder), settings_yaml(arm))
-    train(next(iter(arm.training.stages)), arm, folder)
-    evaluate(arm, folder)
 
 
 def arm_figures(experiment: Experiment, root: Path) -> dict[str, float]:

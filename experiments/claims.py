@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING
 
 from longspec.errors import UserError
-from longspec.pipeline.samples import Samples
+from longspec.pipeline.samples import NOTHING, Figure, Samples, context_name
 from longspec.pipeline.settings import TASKS
-from longspec.pipeline.tables import NOTHING, Figure, context_name
 
 PAPER = {
     "lcc": ((3.28, 4.21), (1.57, 2.65)),

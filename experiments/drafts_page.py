@@ -1,10 +1,8 @@
 """The page of `experiments.drafts`: acceptance against context, time per round, memory and training of each draft."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 import pandas
 import torch
 
-from experiments.drafts import BASELINES, Comparison, arm_settings
+from experiments.comparison import BASELINES, Comparison, arm_settings
 from longspec.errors import UserError
 from longspec.inference.drafting.lookup import LookupDrafter, TokenHistory
 from longspec.inference.memory import slot_bytes
@@ -25,8 +23,9 @@ from longspec.models.target_files import read_config
 from longspec.pipeline.cells import CELL_KEY, read_samples
 from longspec.pipeline.evaluation import evaluation_folder, shortened
 from longspec.pipeline.files import prompts_file, read_jsonl, write_atomically
+from longspec.pipeline.report import draw_lines, write_tables
+from longspec.pipeline.samples import Figure, pooled, prompt_names
 from longspec.pipeline.settings import FORCED
-from longspec.pipeline.tables import Figure, markdown, pooled
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import FACTS as STAGE_FACTS
 from longspec.pipeline.training import final_draft, run_folder, stage_row
@@ -49,6 +48,7 @@ def write_results(settings: Any, comparison: Comparison, root: Path, command: st
     lookups = lookup_lines(settings, comparison, root)
     # In both panels, because a lookup has one kind of proposal.
     forced = pandas.concat([forced, *(lookups.assign(shape=shape) for shape in dict.fromkeys(forced["shape"]))])
+    training = training_table(settings, comparison, root)
     folder = Path(comparison.report)
     folder.mkdir(parents=True, exist_ok=True)
     tables = {
@@ -61,36 +61,35 @@ def write_results(settings: Any, comparison: Comparison, root: Path, command: st
         "Decoding": ("Batch 1, outputs without repetition loops.", decoding_table(frame[frame["bound"].isna()])),
         "Drafts": (
             "Memory at the longest context, batch 1. Seconds are those of all stages, start-up included.",
-            draft_table(settings, comparison, root),
+            draft_table(settings, comparison, root, training),
         ),
-        "Training": ("The trainer's evaluation on held-out answers.", training_table(settings, comparison, root)),
+        "Training": ("The trainer's evaluation on held-out answers.", training),
     }
     draw(forced, folder / PICTURE)
     facts = json.loads(next((root / "arms").glob("*/evaluation/settings.json")).read_text())
-    parts = [f"# Drafts for {settings.target}", "", f"- command: `{command}`", f"- device: {facts['device']}"]
-    parts.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    parts += ["- errors: over seeds if there are several, else over prompts", "", f"![acceptance]({PICTURE})", ""]
-    for title, (introduction, table) in tables.items():
-        parts += [f"## {title}", "", introduction, "", markdown(table), ""]
-    write_atomically(folder / "README.md", "\n".join(parts))
-    records = {title: json.loads(table.to_json(orient="records")) for title, (_, table) in tables.items()}
-    summary = {"command": command, "facts": facts, "settings": asdict(settings), "tables": records}
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=1, default=str) + "\n")
+    notes = ["errors: over seeds if there are several, else over prompts"]
+    page = folder / "README.md"
+    write_tables(page, f"Drafts for {settings.target}", settings, command, facts, notes, [PICTURE], tables)
     kept = frame.drop(columns="token_ids").to_json(orient="records", lines=True)
     write_atomically(folder / "samples.jsonl", kept)
-    return folder / "README.md"
+    return page
+
+
+def runs(comparison: Comparison, root: Path) -> Iterator[tuple[str, int, Path]]:
+    """Name, seed and folder of each arm that has been started."""
+    for name in comparison.arms:
+        for folder in sorted(root.glob(f"arms/{name}-[0-9]*")):
+            yield name, int(folder.name.removeprefix(f"{name}-")), folder
 
 
 def all_lines(comparison: Comparison, root: Path) -> Iterator[dict[str, Any]]:
     """The samples of all arms and seeds with the columns `arm` and `run`, and those of the baselines."""
     # A sample's own seed is that of its decoding, so the run's has another name.
-    for name in comparison.arms:
-        for folder in sorted(root.glob(f"arms/{name}-[0-9]*")):
-            run = int(folder.name.removeprefix(f"{name}-"))
-            names = {method.name for method in comparison.methods}
-            for line in read_samples(evaluation_folder(folder)):
-                if line["method"] in names:
-                    yield {"bound": np.nan, "last_tokens": None} | line | {"arm": name, "run": run}
+    names = {method.name for method in comparison.methods}
+    for name, run, folder in runs(comparison, root):
+        for line in read_samples(evaluation_folder(folder)):
+            if line["method"] in names:
+                yield {"bound": np.nan, "last_tokens": None} | line | {"arm": name, "run": run}
     if (root / BASELINES).exists():
         for line in read_jsonl(root / BASELINES):
             yield {"bound": np.nan, "last_tokens": None} | line | {"arm": line["method"], "run": 0}
@@ -98,8 +97,7 @@ def all_lines(comparison: Comparison, root: Path) -> Iterator[dict[str, Any]]:
 
 def over_runs(group: pandas.DataFrame, top: str, bottom: str) -> Figure:
     """The ratio of two columns' sums, with its standard deviation over runs, or its error over prompts of one run."""
-    keys = zip(group["task"], group["context"], group["id"], strict=True)
-    whole = pooled([group[top], group[bottom]], [f"{task} {context} {name}" for task, context, name in keys])
+    whole = pooled([group[top], group[bottom]], prompt_names(group))
     ratios = [own[top].sum() / own[bottom].sum() for _, own in group.groupby("run")]
     return whole if len(ratios) < 2 else Figure(float(np.mean(ratios)), float(np.std(ratios, ddof=1)), whole.samples)
 
@@ -144,35 +142,27 @@ def decoding_table(frame: pandas.DataFrame) -> pandas.DataFrame:
 
 def trained(settings: Any, comparison: Comparison, root: Path) -> Iterator[tuple[str, int, Any, Path]]:
     """Name, seed, settings and folder of each arm with a draft."""
-    for name in comparison.arms:
-        for folder in sorted(root.glob(f"arms/{name}-[0-9]*")):
-            seed = int(folder.name.removeprefix(f"{name}-"))
-            own = arm_settings(settings, comparison, name, seed)
-            if final_draft(own, folder).exists():
-                yield name, seed, own, folder
+    for name, seed, folder in runs(comparison, root):
+        own = arm_settings(settings, comparison, name, seed)
+        if final_draft(own, folder).exists():
+            yield name, seed, own, folder
 
 
-def draft_table(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
-    """Parameters and memory of the drafts, and the seconds of their training."""
+def draft_table(settings: Any, comparison: Comparison, root: Path, training: pandas.DataFrame) -> pandas.DataFrame:
+    """Parameters and memory of the drafts, and the seconds of their training. training: see `training_table`."""
     target = read_config(TargetText.load(settings.target).path)
     longest = max(context for task in settings.evaluation.tasks.values() for context in task.contexts)
     rows: dict[str, dict[str, Any]] = {}
-    for name, seed, own, folder in trained(settings, comparison, root):
+    for name, _, own, folder in trained(settings, comparison, root):
         draft = final_draft(own, folder)
         state, options = load_draft(draft), draft_settings(draft).options
         weights = sum(weight.numel() for key, weight in state.items() if key not in MAPS)
         shape = target if not hasattr(options, "config") else options.config(target)
         slot = 2 * shape.num_key_value_heads * head_dim(shape) * 2
-        seconds = 0.0
-        for stage in own.training.stages:
-            times = run_folder(folder, seed) / stage / "seconds.jsonl"
-            seconds += sum(map(float, times.read_text().split())) if times.exists() else 0.0
-        row = rows.setdefault(name, {"draft": name, "runs": 0, "seconds": 0.0})
-        row |= {"parameters, M": weights / 1e6, "weights, MiB": 2 * weights / MIB}
+        row = rows.setdefault(name, {"draft": name, "runs": 0})
+        row |= {"runs": row["runs"] + 1, "parameters, M": weights / 1e6, "weights, MiB": 2 * weights / MIB}
         row |= {f"KV at {longest} tokens, MiB": slot * min(options.window, longest) / MIB}
-        row |= {"seconds": row["seconds"] + seconds, "runs": row["runs"] + 1}
-    for row in rows.values():
-        row["seconds per run"] = row.pop("seconds") / row["runs"]
+        row["seconds per run"] = training.loc[training["draft"] == name, "seconds"].sum() / row["runs"]
     whole = slot_bytes(target, torch.bfloat16) * longest / MIB
     rows["target"] = {"draft": "target", f"KV at {longest} tokens, MiB": whole}
     return pandas.DataFrame(list(rows.values()))
@@ -187,7 +177,7 @@ def training_table(settings: Any, comparison: Comparison, root: Path) -> pandas.
             steps = json.loads((part / STAGE_FACTS).read_text())["steps"]
             if row := stage_row(part, replace(planned, steps=steps)):
                 rows.append({"draft": name, "seed": seed} | row)
-    return pandas.DataFrame(rows)
+    return pandas.DataFrame(rows, columns=None if rows else ["draft", "seconds"])
 
 
 def lookup_lines(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
@@ -240,21 +230,15 @@ def draw(forced: pandas.DataFrame, file: Path) -> None:
     """Plot tokens per round against the context, one line per draft, one panel per kind of proposal."""
     usable = forced[~forced["loops"].astype(bool)]
     shapes = list(dict.fromkeys(usable["shape"]))
-    contexts = sorted(set(read_tokens(usable)))
     figure, panels = pyplot.subplots(
         1, len(shapes), figsize=(4.8 * len(shapes), 3.8), layout="constrained", squeeze=False, sharey=True
     )
     for axes, shape in zip(panels[0], shapes, strict=True):
-        for arm, group in usable[usable["shape"] == shape].groupby("arm", sort=False):
-            by_context = group.groupby(read_tokens(group))
-            figures = {context: over_runs(own, "decoded_tokens", "rounds") for context, own in by_context}
-            heights, errors = [one.value for one in figures.values()], [one.error for one in figures.values()]
-            axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=str(arm))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        axes.set(title=str(shape), xlabel="context in tokens", ylabel="tokens per round", ylim=(1, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
+        lines = {
+            str(arm): {c: over_runs(own, "decoded_tokens", "rounds") for c, own in group.groupby(read_tokens(group))}
+            for arm, group in usable[usable["shape"] == shape].groupby("arm", sort=False)
+        }
+        draw_lines(axes, lines, title=str(shape), ylabel="tokens per round", ylim=(1, None))
     panels[0][0].legend(fontsize="small")
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

@@ -1,7 +1,5 @@
 """The chat template of a tokenizer that has one or several by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from longspec.errors import UserError
@@ -11,10 +9,7 @@ DEFAULT = "default"
 
 
 def template_text(tokenizer: Any) -> str | None:
-    """The text of the chat template in use, which is the default one of several; None for a tokenizer without any.
-
-    Raises UserError for templates none of which is the default.
-    """
+    """The chat template in use, or None. Raises UserError for several of which none is the default."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, dict) and template:
         if DEFAULT not in template:

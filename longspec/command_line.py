@@ -1,13 +1,16 @@
-"""The argument parser of `inference_long-bench.py` and `python -m longspec.regenerate`."""
-
-from __future__ import annotations
+"""The argument parser of the commands evaluate, regenerate and draft, and the options that the first two share."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from longspec.errors import UserError
+from longspec.inference.methods import AUTO, DEFAULT_GAMMA, DEFAULT_SHAPE, METHODS, TREE_RULES, Drafting
 from longspec.inference.token_options import COMMAND_OPTIONS
+
+DRAFTING = ("method", "tree_shape", "gamma", "tree_rule", "tree_nodes", "lookup_branches")
+"""The options that are fields of `Drafting`."""
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -30,7 +33,41 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
-def add_token_options(add: Callable[..., Any]) -> None:
-    """Add COMMAND_OPTIONS, which are None unless they are given."""
+def add_device_options(add: Callable[..., Any]) -> None:
+    add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
+    add("--device", help="default: cuda if there is one; under torchrun that of the rank")
+    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
+
+
+def add_sampling_options(add: Callable[..., Any]) -> None:
+    """Add top_p, top_k, and COMMAND_OPTIONS, which are None unless they are given."""
+    add("--top_p", type=float, default=1.0, help="nucleus mass; 1 keeps all tokens")
+    add("--top_k", type=int, default=0, help="0 keeps all tokens")
     for name, (kind, text) in COMMAND_OPTIONS.items():
         add(f"--{name}", type=kind, help=text[0].lower() + text[1:].rstrip("."))
+
+
+def add_drafting_options(add: Callable[..., Any], method: str) -> None:
+    """Add DRAFTING. method: the default one."""
+    add("--method", choices=(*METHODS, AUTO), default=method, help="how tokens are proposed")
+    shape = list(DEFAULT_SHAPE)
+    add("--tree_shape", type=_width, nargs="*", default=shape, help="tree: number of nodes in each level")
+    rule = "how a tree is drafted and accepted above temperature 0"
+    add("--tree_rule", choices=TREE_RULES, default=TREE_RULES[0], help=rule)
+    add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
+    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
+    add("--gamma", type=int, default=DEFAULT_GAMMA, help="length of the chain (seq, magicdec, lookup)")
+
+
+def drafting_of(options: Any) -> Drafting:
+    """The drafting settings among the options."""
+    return Drafting(**{name: getattr(options, name) for name in DRAFTING})
+
+
+def _width(value: str) -> int:
+    """One value of --tree_shape."""
+    try:
+        return int(value)
+    except ValueError:
+        hint = f"; use --method {AUTO}, which chooses the tree in each round" if value == AUTO else ""
+        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}{hint}") from None

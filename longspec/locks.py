@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,30 +39,23 @@ class FolderLock:
     def _acquire(self) -> int:
         """Open and lock the file. Returns its descriptor."""
         file = self.folder / LOCK_NAME
-        with os_errors(f"output_dir: {file} cannot be written"):
+        with os_errors(f"output_dir: {file} cannot be written"), ExitStack() as stack:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._lock(descriptor)
-        except UserError:
-            os.close(descriptor)
-            raise
-        return descriptor
-
-    def _lock(self, descriptor: int) -> None:
-        file = self.folder / LOCK_NAME
-        try:
-            _flock(descriptor, file)
-        except BlockingIOError as error:
-            holder = _named(os.pread(descriptor, 4096, 0).decode(errors="replace"))
-            raise UserError(
-                f"output_dir: another run{holder} is writing to {self.folder}; wait for it, stop it, or give another "
-                "output_dir"
-            ) from error
-        holder_fields = {"host": socket.gethostname(), "pid": os.getpid()}
-        with os_errors(f"output_dir: {file} cannot be written"):
+            stack.callback(os.close, descriptor)
+            try:
+                _flock(descriptor, file)
+            except BlockingIOError as error:
+                holder = _named(os.pread(descriptor, 4096, 0).decode(errors="replace"))
+                raise UserError(
+                    f"output_dir: another run{holder} is writing to {self.folder}; wait for it, stop it, or give "
+                    "another output_dir"
+                ) from error
+            holder_fields = {"host": socket.gethostname(), "pid": os.getpid()}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder_fields).encode(), 0)
             os.fsync(descriptor)
+            stack.pop_all()
+        return descriptor
 
     def renew(self) -> None:
         """Create and lock the folder again if it was deleted. Raises UserError if another run holds it by now."""

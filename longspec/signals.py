@@ -1,7 +1,11 @@
 """SIGTERM, SIGINT and SIGHUP as requests to stop, which let the program finish and save its current work."""
 
+import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -12,6 +16,17 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 def exit_code(signal_number: int) -> int:
     """The exit code after a signal, by the convention of shells."""
     return 128 + signal_number
+
+
+@contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """Context in which a signal has another handler. For the main thread."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        # Python returns None for a handler that C code installed.
+        signal.signal(number, before if before is not None else signal.SIG_DFL)
 
 
 class StopSignals:
@@ -26,28 +41,29 @@ class StopSignals:
     cause: str | None = None
     """Reason of the request that is shown to the user, if it is not a signal."""
 
-    def __init__(self, at_once: bool = False) -> None:
+    def __init__(self, at_once: bool = False, note: str | None = None) -> None:
         """at_once: whether the first signal raises SystemExit(exit_code(received)) in the main thread.
 
         The attribute may be changed inside the context: true while a model loads, false once there is work to save.
+        note: what rank 0 adds to the name of the signal, on stderr, if it ends at once; None for no line.
         """
         self.at_once = at_once
-        self._handlers: dict[int, Any] = {}
-        """Handlers to restore at the exit."""
+        self._note = note
+        self._handlers = ExitStack()
         self._raised = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._handlers[number] = signal.signal(number, self._record)
+                    self._handlers.enter_context(handled(number, self._record))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            # Python returns None for a handler that C code installed.
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._handlers.clear()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._handlers.close()
+        says = self._note is not None and self.at_once and os.environ.get("RANK", "0") == "0"
+        if says and self.received is not None and kind is not None and issubclass(kind, SystemExit):
+            print(f"stopped by {signal.Signals(self.received).name}{self._note}", file=sys.stderr)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

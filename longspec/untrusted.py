@@ -4,8 +4,6 @@ Only small regular files are read. Links are followed, because the hub's cache c
 neither aliases, whose expansion can be exponential, nor interpolations, which could read environment variables.
 """
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path

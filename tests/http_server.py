@@ -11,8 +11,7 @@ from pairs import make_pair
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from longspec.data.aligners import Turn
-from longspec.data.prompts import conversation_text
-from longspec.data.templates import encode_texts
+from longspec.data.templates import conversation_text, encode_texts
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.app import build_app
 from longspec.inference.server.limits import Limits

@@ -1,14 +1,12 @@
 """Answers to many prompts, some of them at a time. Neither interruptions nor ranks change the answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +161,11 @@ def answer_prompts(
         is_hidden=not sys.stderr.isatty(),
         overwrites=overwrite,
     )
-    file = None if output is None else _open(run, output, overwrite, replicas)
+    file = None
+    if output is not None:
+        path = output.absolute()  # a relative path has no folder of its own
+        first = partial(resume_results, path, run.read_line, overwrite)
+        file = open_results(first, run.identity, path, run.read_line, replicas)
     results = file or StdoutLines(list(run.token_ids))
     with writing(file, replicas) if file else nullcontext():
         stop.at_once = False
@@ -176,14 +178,6 @@ def answer_prompts(
             results.put_in_order()
             report(summarize(run, len(results.done), replicas.last_count(TOKENS), stats))
     job.end(len(results.done))
-
-
-def _open(run: PromptRun, output: Path, overwrite: bool, replicas: Replicas) -> Results:
-    # A relative path has no folder of its own.
-    path = output.absolute()
-    return open_results(
-        lambda: resume_results(path, run.read_line, overwrite), run.identity, path, run.read_line, replicas
-    )
 
 
 def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> GenerationStats:

@@ -1,7 +1,5 @@
 """The command `longspec`. torch is not imported before a command needs it, so help and completion are fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from itertools import pairwise, takewhile

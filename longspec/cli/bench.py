@@ -1,7 +1,5 @@
 """The command `longspec bench`. `longspec.cli.comparison` runs the comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

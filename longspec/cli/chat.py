@@ -1,7 +1,5 @@
 """The command `longspec chat`. `longspec.cli.session` runs the conversation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The comparison of a pair's methods on the same prompts: tokens per second, acceptance, time to first token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import eq

@@ -1,7 +1,5 @@
 """Options that several commands share, with their help texts, limits and groups. Does not import torch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

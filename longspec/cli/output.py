@@ -1,7 +1,5 @@
 """What `longspec generate` writes apart from its output file: lines on stdout, and the summary."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -17,10 +15,7 @@ from longspec.replacing import replacing
 
 
 class StdoutLines:
-    """Results on stdout, in the order of prompts: a line waits until those of all earlier prompts are printed.
-
-    A terminal gets texts instead of JSON.
-    """
+    """Results on stdout in the order of prompts, where a line waits for all earlier ones. A terminal gets texts."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """numbers: the numbers of all prompts, in order."""
@@ -75,10 +70,7 @@ def check_folder(path: Path | None, option: str) -> None:
 
 
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:
-    """Write one line of JSON to a file, atomically, or to stderr for "-". None writes nothing.
-
-    Raises UserError for a file that cannot be written.
-    """
+    """Write a line of JSON to a file, atomically, to stderr for "-", or nowhere for None. Raises UserError."""
     if path is None:
         return
     line = json.dumps(summary, ensure_ascii=False)

@@ -13,9 +13,8 @@ import transformers
 
 from longspec.cli.options import PairOptions
 from longspec.data.aligners import Turn
-from longspec.data.prompts import conversation_text
 from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
-from longspec.data.templates import encode_texts
+from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import check_sampling, checked_drafting, chosen_attention, end_tokens

@@ -1,7 +1,5 @@
 """The picture of a comparison (`longspec.cli.comparison`). Imports matplotlib."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

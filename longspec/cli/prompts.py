@@ -1,7 +1,5 @@
 """The prompts of `longspec generate` and `longspec bench`: from arguments, stdin, text and JSONL files."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence, Set

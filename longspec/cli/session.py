@@ -1,12 +1,9 @@
 """A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError
+from longspec.signals import handled
 
 HELP = """\
 /file PATH  put the text of a file before the next message
@@ -65,7 +63,8 @@ class Session:
                 readline = importlib.import_module("readline")  # line editing and history in `input`
                 # Pasted lines arrive as one; Python switches it off for its own prompt.
                 readline.parse_and_bind("set enable-bracketed-paste on")
-        with _sigint_interrupts():
+        # Python's own handler raises KeyboardInterrupt; the command has another one.
+        with handled(signal.SIGINT, signal.default_int_handler):
             while (line := self._read()) is not None and line != "/quit":
                 self.handle_line(line)
 
@@ -100,7 +99,7 @@ class Session:
         seed = None if self.seed is None else self.seed + len(self.answers)
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
-            with stream.stops_on_sigint():
+            with handled(signal.SIGINT, stream.note_sigint):
                 self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
         except KeyboardInterrupt:
             stream.end()
@@ -154,13 +153,3 @@ class Session:
             except EOFError:
                 self.console.print()
                 return None
-
-
-@contextmanager
-def _sigint_interrupts() -> Iterator[None]:
-    """Install Python's own handler, so that SIGINT raises KeyboardInterrupt. The command has another one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

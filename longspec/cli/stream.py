@@ -1,12 +1,8 @@
 """Printing an answer while it is generated: text piece by piece, colored by origin, and its figures."""
 
-from __future__ import annotations
-
-import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -91,20 +87,11 @@ class AnswerStream:
             shown = Text(printable(piece), STYLES[origin])
             self.console.print(shown, end="", soft_wrap=True)
 
-    @contextmanager
-    def stops_on_sigint(self) -> Iterator[None]:
-        """Context in which the first SIGINT ends the answer after its next token, and a second one immediately."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if self.stopped:
-                raise KeyboardInterrupt
-            self.stopped = True
-
-        before = signal.signal(signal.SIGINT, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def note_sigint(self, number: int, frame: FrameType | None) -> None:
+        """A handler of SIGINT: the first one ends the answer after its next token, and a second one immediately."""
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.stopped = True
 
 
 def describe(answers: Sequence[Answer], whole: bool = False) -> str:

@@ -1,7 +1,5 @@
 """The command `longspec train`: runs the trainer on a configuration by name."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

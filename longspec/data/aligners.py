@@ -162,10 +162,7 @@ def _content(content: object, field: str) -> str:
 
 
 def _last_answer(value: object, field: str) -> tuple[list[Turn], str, bool]:
-    """The turns before the last answer that may be learned, that answer, and whether it was cut.
-
-    Later turns are dropped.
-    """
+    """The turns before the last answer that may be learned, that answer, and whether it was cut."""
     if not isinstance(value, list):
         raise RecordError(field, f"must be a list of turns, not {type(value).__name__}")
     turns = [_turn(turn, f"{field}[{number}]") for number, turn in enumerate(value)]

@@ -48,7 +48,9 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
                     logger.warning("cached table %s: %s; it is rebuilt", folder, damage)
                     shutil.rmtree(folder)
                 if not folder.exists():
-                    _build(folder, build)
+                    with replacing(folder, folder=True) as unfinished:
+                        build(str(unfinished))
+                        (unfinished / DIGESTS).write_text(json.dumps(_digests(unfinished)))
         except OSError as error:
             raise UserError(
                 f"{folder.parent}: the cached table cannot be written ({first_line(error)}); "
@@ -61,31 +63,23 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
     return Dataset(concat_tables(tables), fingerprint=folder.name)
 
 
-def _build(folder: Path, build: Callable[[str], object]) -> None:
-    with replacing(folder, folder=True) as unfinished:
-        build(str(unfinished))
-        digests = dict(_digests(unfinished))
-        (unfinished / DIGESTS).write_text(json.dumps(digests))
-
-
 def _damage(folder: Path) -> str | None:
     """The first difference between `folder` and its digests; None if there is none or the folder does not exist."""
     if not folder.exists():
         return None
     try:
         expected = json.loads((folder / DIGESTS).read_text())
-        actual = dict(_digests(folder))
+        actual = _digests(folder)
     except (OSError, ValueError) as error:
         return f"{DIGESTS} or a table is missing or unreadable ({first_line(error)})"
     changed = sorted(name for name in {*expected, *actual} if expected.get(name) != actual.get(name))
     return f"{changed[0]} has changed since it was written" if changed else None
 
 
-def _digests(folder: Path) -> list[tuple[str, str]]:
-    """Name and digest of each Arrow file below `folder`."""
+def _digests(folder: Path) -> dict[str, str]:
+    """The digest of each Arrow file below `folder`, by name."""
     paths = _arrow_files(folder)
-    names = [str(path.relative_to(folder)) for path in paths]
-    return list(zip(names, file_digests(paths), strict=True))
+    return dict(zip((str(path.relative_to(folder)) for path in paths), file_digests(paths), strict=True))
 
 
 def _arrow_files(folder: Path) -> list[Path]:

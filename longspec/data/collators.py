@@ -37,7 +37,11 @@ class Collator:
     """Length of padded rows in tokens; None for the longest row of the batch."""
 
     def __call__(self, rows: Sequence[Sequence[Segment]]) -> dict[str, torch.Tensor]:
-        length = self._padded_length(rows)
+        longest = max(sum(len(segment["input_ids"]) for segment in row) for row in rows)
+        if self.pad_to is not None and longest > self.pad_to:
+            raise ValueError(f"a row has {longest} tokens, more than pad_to = {self.pad_to}")
+        # A fixed length gives every micro-batch the same shape, which CUDA graphs need.
+        length = self.pad_to or longest
         input_ids = torch.full((len(rows), length), self.pad_token_id, dtype=torch.long)
         labels = torch.full_like(input_ids, IGNORED)
 
@@ -63,12 +67,3 @@ class Collator:
             "labels": labels,
             "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
         }
-
-    def _padded_length(self, rows: Sequence[Sequence[Segment]]) -> int:
-        lengths = [sum(len(segment["input_ids"]) for segment in row) for row in rows]
-        longest = max(lengths)
-        if self.pad_to is not None and longest > self.pad_to:
-            raise ValueError(f"a row has {longest} tokens, more than pad_to = {self.pad_to}")
-
-        # A fixed length gives every micro-batch the same shape, which CUDA graphs need.
-        return self.pad_to or longest

@@ -76,19 +76,14 @@ def build_dataset(
 
     # From here on only numbers are in memory; the tokens stay in the mapped table.
     lengths = np.asarray(samples.data.column("length"))
-    rows = _rows(lengths, tokenize.max_length, pack)
+    kept = np.flatnonzero(lengths > 0)
+    if pack:
+        packed = packing.pack(lengths[kept], tokenize.max_length)  # numbers only the kept samples
+        rows = packing.Rows(kept[packed.samples], packed.starts)
+    else:
+        rows = packing.Rows(kept, np.arange(len(kept) + 1))
     _log_counts(len(index), lengths, len(rows), tokenize.max_length)
     return RowDataset(samples, rows, digests)
-
-
-def _rows(lengths: np.ndarray, max_length: int, pack: bool) -> packing.Rows:
-    """The rows of all samples that are not left out."""
-    kept = np.flatnonzero(lengths > 0)
-    if not pack:
-        return packing.Rows(kept, np.arange(len(kept) + 1))
-    # `pack` numbers only the kept samples.
-    packed = packing.pack(lengths[kept], max_length)
-    return packing.Rows(kept[packed.samples], packed.starts)
 
 
 def _log_counts(record_count: int, lengths: np.ndarray, row_count: int, max_length: int) -> None:

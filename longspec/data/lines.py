@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +31,7 @@ LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "
 
 
 def data_files(files: Files) -> list[str]:
-    """The data files that `files` names: a file, a folder (searched recursively), a glob pattern, or a list of these.
-
-    Raises UserError for a name that matches no file and for a file that cannot be read.
-    """
+    """The files of a file, a folder (recursively), a glob pattern, or a list of these. Raises UserError for none."""
     names = [files] if isinstance(files, str | Path) else list(files)
     if not names:
         raise UserError("no data files given: name at least one .jsonl file, folder or pattern")
@@ -153,24 +152,13 @@ def _changed(path: str) -> UserError:
 
 
 def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
-    """File, line number and bytes of each row in a batch of `index_lines` rows.
-
-    Raises UserError for a line that has changed since it was indexed.
-    """
-    handle = None
-    columns = (index[name] for name in ("file", "line", "start", "digest"))
-    try:
-        # Rows of a batch mostly come from one file in order, so one open handle suffices.
-        for path, number, start, digest in zip(*columns, strict=True):
-            if handle is None or handle.name != path:
-                if handle is not None:
-                    handle.close()
-                handle = open(path, "rb")  # noqa: SIM115 (kept open for the next rows of this file)
-            handle.seek(start)
-            raw = handle.readline()
-            if _line_digest(path, number, raw) != digest:
-                raise _changed(path)
-            yield path, number, raw
-    finally:
-        if handle is not None:
-            handle.close()
+    """File, line number and bytes of each row of `index_lines`. Raises UserError for a line that has changed since."""
+    rows = zip(*(index[name] for name in ("file", "line", "start", "digest")), strict=True)
+    for path, own in groupby(rows, itemgetter(0)):
+        with open(path, "rb") as handle:
+            for _, number, start, digest in own:
+                handle.seek(start)
+                raw = handle.readline()
+                if _line_digest(path, number, raw) != digest:
+                    raise _changed(path)
+                yield path, number, raw

@@ -1,12 +1,10 @@
 """Prompts for a target, read from records or started by its chat template, and the records of its answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from longspec.chat_template import template_text
 from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
@@ -22,7 +20,7 @@ from longspec.data.records import (
     parse_record,
     split_pairs,
 )
-from longspec.data.templates import BARE, COMPOSITIONS, CONTINUED_KINDS, apply_template, render
+from longspec.data.templates import CONTINUED_KINDS, apply_template, composed, conversation_text
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -47,30 +45,29 @@ class SourcePrompt:
     """SourcePrompt text in the chat format."""
 
 
-class _Line(NamedTuple):
-    """The location of a record."""
-
-    path: str
-    number: int
-    """Line number, from 1."""
-    start: int
-    """Byte offset in the file."""
-    size: int
-    """Number of bytes."""
-
-
 class PromptFiles:
     """The prompts in JSONL files. All records are checked when the files are opened."""
 
     def __init__(self, files: Files) -> None:
         """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
-        self.lines: list[_Line] = []
+        self.lines: list[tuple[str, int, int, int]] = []
+        """File, line number from 1, byte offset and number of bytes of each record."""
         self.digests: dict[str, str] = {}
         """SHA-256 of each file's bytes, by path."""
         self.unread: set[str] = set()
         """The fields that nothing reads."""
         for path in data_files(files):
-            self._index(path)
+            digest, start = hashlib.sha256(), 0
+            with open(path, "rb") as handle:
+                for number, raw in enumerate(handle, 1):
+                    digest.update(raw)
+                    if raw.strip():
+                        # Converted once only for its errors; the text is read again when it is needed.
+                        with located(path, number):
+                            _prompts(parse_record(path, number, raw), self.unread)
+                        self.lines.append((path, number, start, len(raw)))
+                    start += len(raw)
+            self.digests[path] = digest.hexdigest()
         if not self.lines:
             raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
 
@@ -87,44 +84,24 @@ class PromptFiles:
         """
         rejected = [] if rejected is None else rejected
         prompts = []
-        for line in self.lines[start:end]:
-            with open(line.path, "rb") as handle:
-                handle.seek(line.start)
-                record = parse_record(line.path, line.number, handle.readline())
+        for path, number, offset, _ in self.lines[start:end]:
+            with open(path, "rb") as handle:
+                handle.seek(offset)
+                record = parse_record(path, number, handle.readline())
             # One record can hold several articles, and so several prompts.
             for source_id, turns, text in _prompts(record):
                 try:
                     if turns:
                         text = conversation_text(turns, family, tokenizer, chat_format)
                 except RecordError as error:
-                    rejected.append(f"{line.path}, line {line.number}: {error}")
+                    rejected.append(f"{path}, line {number}: {error}")
                     continue
                 prompts.append(SourcePrompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:
         """The number of bytes of records `start` … `end` - 1."""
-        return sum(line.size for line in self.lines[start:end])
-
-    def _index(self, path: str) -> None:
-        """Check the records of a file and note where they start."""
-        digest = hashlib.sha256()
-        start = 0
-        with open(path, "rb") as handle:
-            for number, raw in enumerate(handle, 1):
-                digest.update(raw)
-                if raw.strip():
-                    # Converted once only for its errors; the text is read again when it is needed.
-                    with located(path, number):
-                        _prompts(parse_record(path, number, raw), self.unread)
-                    self.lines.append(_Line(path, number, start, len(raw)))
-                start += len(raw)
-        self.digests[path] = digest.hexdigest()
-
-
-def conversation_text(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
-    """The text of all turns in the chat format, and the start of the assistant's next turn."""
-    return render({"id": "", "kind": TURN_KINDS[0], "prompt": turns, "answer": ""}, family, tokenizer, chat_format)[0]
+        return sum(size for *_, size in self.lines[start:end])
 
 
 def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, list[Turn], str]]:
@@ -154,7 +131,7 @@ def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, 
         elif kind in CONTINUED_KINDS:
             prompts.append((source_id, [], prompt))
         else:
-            content = COMPOSITIONS.get(kind, BARE).fill(prompt)
+            content = composed(kind, prompt)
             prompts.append((source_id, _as_turns(content)["messages"], ""))
     return prompts
 
@@ -220,10 +197,8 @@ def prompt_key(record: Record) -> bytes:
 
 def loops(tokens: Sequence[int]) -> bool:
     """Whether a text is a repetition loop, as a whole or at its end."""
-    return any(_distinct_share(part) < LOOP_SHARE for part in (tokens, tokens[-LOOP_TAIL:]))
-
-
-def _distinct_share(tokens: Sequence[int]) -> float:
-    # A loop repeats the same few n-grams.
-    grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
+    for part in (tokens, tokens[-LOOP_TAIL:]):
+        grams = [tuple(part[start : start + LOOP_NGRAM]) for start in range(len(part) - LOOP_NGRAM + 1)]
+        if len(set(grams)) < LOOP_SHARE * len(grams):  # a loop repeats the same few n-grams
+            return True
+    return False

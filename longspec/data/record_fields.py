@@ -1,7 +1,5 @@
 """Fields next to a record's text that change what the target reads or writes. They are used, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of JSONL files: their fields and kinds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,10 +114,7 @@ def split_pairs(record: Record) -> list[Record]:
 
 
 def record_kind(record: Record) -> Kind:
-    """The kind of a record, determined by its fields. A null field counts as missing.
-
-    Raises RecordError if no kind fits.
-    """
+    """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits."""
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
     # `source` is a prompt in some data sets and the name of the corpus in others.

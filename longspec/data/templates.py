@@ -1,7 +1,6 @@
 """Prompt templates and chat formats: aligned records as text, and text as token ids."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
@@ -20,66 +19,34 @@ PUBLISHED_ROLES = ("system", "user", "assistant")
 """Roles in the formats published and plain."""
 SYSTEM_TURN: Turn = {"role": "system", "content": "You are a helpful assistant"}
 """First turn in the published format, unless the conversation has its own."""
-
-
-@dataclass(frozen=True)
-class TurnFormat:
-    """The published format of a turn for one model family."""
-
-    before: str
-    """Text before the role."""
-    after: str
-    """Text after the content."""
-    leads_in_answers: bool
-    """Whether some answers start with a lead-in word (see `Composition.answer_prefix`)."""
-
-    def turn(self, role: str, content: str) -> str:
-        return f"{self.before}{role}\n{content}{self.after}\n"
-
-
-TURN_FORMATS = {
-    "llama": TurnFormat("<s>", "</s>", leads_in_answers=True),
-    "qwen2": TurnFormat("<|im_start|>", "<|im_end|>", leads_in_answers=False),
-}
-
-
-@dataclass(frozen=True)
-class Composition:
-    """The text of a user turn around a prompt."""
-
-    units: tuple[str, ...]
-    """Paragraphs, of which one holds {prompt}."""
-    answer_prefix: str = ""
-    """Lead-in word of the answer in the published format."""
-
-    def fill(self, prompt: str) -> str:
-        return "\n\n".join(self.units).format(prompt=prompt)
-
-
-BARE = Composition(("{prompt}",))
+TURN_FORMATS = {"llama": ("<s>", "</s>"), "qwen2": ("<|im_start|>", "<|im_end|>")}
+"""The published format by model family: the text before a turn's role and after its content."""
 SUM_UP = "Now write the summary."
 COMPOSITIONS = {
-    "article": Composition(
-        (
-            "Below is a scientific article. Write the abstract that belongs to it.",
-            "Article:\n{prompt}",
-            "Now write the abstract.",
-        ),
-        "Summary:",
+    "article": (
+        "Below is a scientific article. Write the abstract that belongs to it.",
+        "Article:\n{prompt}",
+        "Now write the abstract.",
     ),
-    "report": Composition(
-        ("Below is a report from a public body. Sum up in about a page what it finds.", "Report:\n{prompt}", SUM_UP),
-        "Summary:",
+    "report": (
+        "Below is a report from a public body. Sum up in about a page what it finds.",
+        "Report:\n{prompt}",
+        SUM_UP,
     ),
-    "document": Composition(
-        ("Below are one or more news stories on one event. Sum them up in a single text.", "News:\n{prompt}", SUM_UP),
-        "Summary:",
+    "document": (
+        "Below are one or more news stories on one event. Sum them up in a single text.",
+        "News:\n{prompt}",
+        SUM_UP,
     ),
-    "transcript": Composition(
-        ("Below is the transcript of a meeting. Sum up what was said and decided.", "Transcript:\n{prompt}", SUM_UP),
-        "Summary:",
+    "transcript": (
+        "Below is the transcript of a meeting. Sum up what was said and decided.",
+        "Transcript:\n{prompt}",
+        SUM_UP,
     ),
 }
+"""The units of a user turn around a prompt, paragraphs, by kind."""
+LEAD_IN = "Summary:"
+"""The word that opens answers to COMPOSITIONS in the published format."""
 CONTINUED_KINDS = ("prefix",)
 """Kinds whose answer continues the prompt directly, without a chat format."""
 TEMPLATE_KINDS = tuple(
@@ -121,23 +88,21 @@ def _braced(fields: Sequence[str]) -> str:
     return " or ".join(f"{{{name}}}" for name in fields)
 
 
-def chat_prompt(
-    user_prompt: str,
-    family: str,
-    tokenizer: Any,
-    chat_format: str,
-    answer_prefix: str = "",
-) -> str:
-    """The prompt text for a model of `family`: `user_prompt` in the chat format, then `answer_prefix`.
-
-    Raises UserError for an unknown family or format, or a tokenizer without a template.
-    """
-    return _conversation([{"role": "user", "content": user_prompt}], family, tokenizer, chat_format) + answer_prefix
+def chat_prompt(user_prompt: str, family: str, tokenizer: Any, chat_format: str, answer_prefix: str = "") -> str:
+    """`user_prompt` in the chat format, then `answer_prefix`. Raises UserError as `conversation_text` does."""
+    turns: list[Turn] = [{"role": "user", "content": user_prompt}]
+    return conversation_text(turns, family, tokenizer, chat_format) + answer_prefix
 
 
 def lead_in(word: str, family: str, chat_format: str) -> str:
     """`word` if the published format of `family` has lead-in words, otherwise an empty string."""
-    return word if chat_format == "published" and TURN_FORMATS[family].leads_in_answers else ""
+    return word if chat_format == "published" and family == "llama" else ""
+
+
+def composed(kind: str, prompt: str, templates: Mapping[str, str] | None = None) -> str:
+    """The text of a user turn around a prompt. templates: by kind, instead of the built-in compositions."""
+    template = (templates or {}).get(kind) or "\n\n".join(COMPOSITIONS.get(kind, ("{prompt}",)))
+    return template.format(prompt=prompt)
 
 
 def render(
@@ -158,23 +123,20 @@ def render(
         return prompt, answer
 
     # A template from the configuration replaces the built-in text, its lead-in word included.
-    template = (templates or {}).get(kind)
-    composition = COMPOSITIONS.get(kind, BARE) if template is None else Composition((template,))
-    prefix = lead_in(composition.answer_prefix, family, chat_format)
+    is_built_in = kind in COMPOSITIONS and kind not in (templates or {})
+    prefix = lead_in(LEAD_IN, family, chat_format) if is_built_in else ""
 
     turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    _check_roles(turns, kind, chat_format)
     # The turns of a conversation are complete. Other kinds need their template.
     if kind not in TURN_KINDS:
-        turns = [_composed_turn(turn, composition, prefix) for turn in turns]
-    text = _conversation(turns, family, tokenizer, chat_format) + prefix
+        turns = [
+            {"role": "user", "content": composed(kind, turn["content"], templates)}
+            if turn["role"] == "user"
+            else {"role": turn["role"], "content": prefix + _after_prefix(turn["content"], prefix)}
+            for turn in turns
+        ]
+    text = conversation_text(turns, family, tokenizer, chat_format, kind) + prefix
     return text, PLAIN_BREAK + answer if chat_format == "plain" else _after_prefix(answer, prefix)
-
-
-def _composed_turn(turn: Turn, composition: Composition, prefix: str) -> Turn:
-    if turn["role"] == "user":
-        return {"role": "user", "content": composition.fill(turn["content"])}
-    return {"role": turn["role"], "content": prefix + _after_prefix(turn["content"], prefix)}
 
 
 def _after_prefix(text: str, prefix: str) -> str:
@@ -192,30 +154,31 @@ def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
         raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
 
 
-def _check_roles(turns: list[Turn], field: str, chat_format: str) -> None:
-    """Raise RecordError for a role that only a chat template can format."""
+def conversation_text(
+    turns: list[Turn], family: str, tokenizer: Any, chat_format: str, field: str = TURN_KINDS[0]
+) -> str:
+    """The text of all turns in the chat format, and the start of the assistant's next turn.
+
+    field: that of the turns, for errors. Raises RecordError for a role that only a chat template can format, and
+    UserError for an unknown family or format, or a tokenizer without a template.
+    """
+    check_chat_format(family, tokenizer, chat_format)
     if chat_format == "tokenizer":
-        return
+        return apply_template(tokenizer, turns, add_generation_prompt=True)
     for number, turn in enumerate(turns):
         if turn["role"] not in PUBLISHED_ROLES:
             raise RecordError(
                 f"{field}[{number}].role",
                 f"is '{turn['role']}', which chat_format '{chat_format}' does not support; leave this record out",
             )
-
-
-def _conversation(turns: list[Turn], family: str, tokenizer: Any, chat_format: str) -> str:
-    """The text of all turns and the start of the assistant's next turn."""
-    check_chat_format(family, tokenizer, chat_format)
     if chat_format == "plain":
         return PLAIN_BREAK.join(turn["content"] for turn in turns)
-    if chat_format == "tokenizer":
-        return apply_template(tokenizer, turns, add_generation_prompt=True)
     # The published drafts were trained with this system turn.
     if not turns or turns[0]["role"] != "system":
         turns = [SYSTEM_TURN, *turns]
-    form = TURN_FORMATS[family]
-    return "".join(form.turn(turn["role"], turn["content"]) for turn in turns) + f"{form.before}assistant\n"
+    before, after = TURN_FORMATS[family]
+    texts = (f"{before}{turn['role']}\n{turn['content']}{after}\n" for turn in turns)
+    return "".join(texts) + f"{before}assistant\n"
 
 
 def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: bool = False) -> str:

@@ -1,7 +1,7 @@
 """Tokenization of records: from lines of JSONL to samples of token ids, in a table that is cached on disk."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,17 +68,19 @@ class Tokenize:
     """Text around a record's {prompt} by kind, instead of the built-in one."""
 
     def __call__(self, index: dict[str, list]) -> dict[str, list]:
-        aligned, texts, places = self._texts(index)
+        samples = list(self._texts(index))
+        texts = [text for _, text, _ in samples]
         # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
         whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
         prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
 
         columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
-        for record, (prompt, answer), place, ids in zip(aligned, texts, places, whole, strict=True):
+        for (record, (prompt, answer), place), ids in zip(samples, whole, strict=True):
             templates.check_embedded(ids, self.vocab_size, self.tokenizer, place)
             prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
             if answer.strip():
-                splits = not prompt or self._is_pairs(record)
+                # A conversation of (article, abstract) pairs has all tokens in the loss, as plain text has.
+                splits = not prompt or (record["kind"] == "article" and isinstance(record["prompt"], list))
                 pieces = self._pieces(ids, prompt_length, splits, record.get("cut", False))
             else:
                 pieces = [_piece([], 0, NO_ANSWER)]
@@ -139,11 +141,8 @@ class Tokenize:
             tokenizer = backend.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)
         return Hasher.hash([line_digests, sources, settings, tokenizer])
 
-    def _texts(self, index: dict[str, list]) -> tuple[list[AlignedRecord], list[tuple[str, str]], list[str]]:
+    def _texts(self, index: dict[str, list]) -> Iterator[tuple[AlignedRecord, tuple[str, str], str]]:
         """The aligned records of some lines, the prompt and answer text of each, and its file and line."""
-        aligned_records: list[AlignedRecord] = []
-        texts: list[tuple[str, str]] = []
-        places: list[str] = []
         for path, line, raw in lines.read_lines(index):
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
@@ -153,16 +152,8 @@ class Tokenize:
                 parts = records.split_pairs(record) if self.answer_only else [record]
                 for part in parts:
                     aligned: Any = self.aligners[-1](part)
-                    aligned_records.append(aligned)
-                    texts.append(
-                        templates.render(aligned, self.family, self.tokenizer, self.chat_format, self.templates)
-                    )
-                    places.append(f"{path}, line {line}")
-        return aligned_records, texts, places
-
-    def _is_pairs(self, record: AlignedRecord) -> bool:
-        """Whether a record is a conversation of (article, abstract) pairs with all tokens in the loss."""
-        return record["kind"] == "article" and isinstance(record["prompt"], list)
+                    text = templates.render(aligned, self.family, self.tokenizer, self.chat_format, self.templates)
+                    yield aligned, text, f"{path}, line {line}"
 
     def _pieces(self, ids: list[int], prompt_length: int, splits: bool, is_cut: bool) -> list[dict[str, Any]]:
         """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split".

@@ -1,7 +1,5 @@
 """A run over many items in units of work, which the ranks of a launch share. The same command continues it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -153,22 +151,14 @@ def differences(stored: Identity, current: Identity) -> str:
     # As JSON stores it: tuples become lists.
     stored, current = (json.loads(json.dumps(identity)) for identity in (stored, current))
     differing = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
-    return "; ".join(_difference(name, stored.get(name), current.get(name)) for name in differing)
-
-
-def _difference(name: str, stored: object, current: object) -> str:
-    if name in DIGESTS:
-        return f"{name}: other content"
-    return f"{name}: {json.dumps(stored)} there, {json.dumps(current)} here"
+    values = {name: f"{json.dumps(stored.get(name))} there, {json.dumps(current.get(name))} here" for name in differing}
+    return "; ".join(f"{name}: {'other content' if name in DIGESTS else text}" for name, text in values.items())
 
 
 def open_results(
     open_first: Callable[[], Results], identity: Identity, path: Path, read_line: ReadLine, replicas: Replicas
 ) -> Results:
-    """This rank's results: on rank 0 those of `open_first()`, on other ranks an empty part of the file `path`.
-
-    Raises UserError as `agree` does.
-    """
+    """This rank's results: `open_first()` on rank 0, else an empty part of `path`. Raises UserError as `agree` does."""
     first: list[Results] = []
 
     def prepare() -> set[int]:

@@ -4,8 +4,6 @@ In a launch of several ranks, rank 0 writes to the file and each other rank to a
 0 collects.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Checks of the command's options that need no weights. Each raises a UserError that starts with the option's name."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
@@ -11,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from longspec.command_line import drafting_of
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 from longspec.inference.adaptive.plan_drafters import MOST_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
-from longspec.inference.methods import AUTO, GLIDE_METHODS, Drafting
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 from longspec.models.target_split import rank_config
@@ -25,33 +24,15 @@ INT64_LIMIT = 2**63
 """Seeds and top_k are below this value, so that they fit into a LongTensor."""
 
 
-def drafting_of(options: argparse.Namespace) -> Drafting:
-    """The drafting settings among the options."""
-    return Drafting(
-        options.method,
-        options.tree_shape,
-        options.gamma,
-        options.tree_rule,
-        options.tree_nodes,
-        options.lookup_branches,
-    )
-
-
 def check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
-    for name, least in (
-        ("test_length", 0),
-        ("batch_size", 1),
-        ("tp_size", 1),
-        ("min_prompt_len", 0),
-        ("headroom", 0),
-        ("seed", 0),
-    ):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {least}")
-    for name, limit in (("seed", INT64_LIMIT), ("top_k", INT64_LIMIT)):
-        if getattr(options, name) >= limit:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {limit}")
+    least = {"test_length": 0, "batch_size": 1, "tp_size": 1, "min_prompt_len": 0, "headroom": 0, "seed": 0}
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
+    for name in ("seed", "top_k"):
+        if getattr(options, name) >= INT64_LIMIT:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {INT64_LIMIT}")
 
 
 def check_output(folder: str | None) -> None:

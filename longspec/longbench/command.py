@@ -1,19 +1,13 @@
 """The command `inference_long-bench.py`: checks options and data first, then loads the weights and measures."""
 
-from __future__ import annotations
-
 import argparse
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from longspec.command_line import Parser, add_token_options
+from longspec.command_line import Parser, add_device_options, add_drafting_options, add_sampling_options
 from longspec.data.target_format import AUTO as AUTO_FORMAT
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
-from longspec.inference.methods import AUTO, DEFAULT_SHAPE, METHODS, TREE_RULES
 from longspec.inference.pairs import PAIRS
 from longspec.inference.token_options import given_options
 from longspec.kernels import ATTENTIONS, DETERMINISTIC
@@ -22,7 +16,6 @@ from longspec.longbench.tasks import TASKS
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.signals import StopSignals
 
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 EXAMPLES = (
     "longspec evaluate --task gov_report --data_path_prefix DIR",
     "longspec evaluate --target TARGET --draft DRAFT --method auto --task qmsum --data_path_prefix DIR",
@@ -38,28 +31,19 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
     exit code 2. A stop signal ends it with 128 + its number: at once during the preparation, after the running batch
     during the measurement.
     """
-    with StopSignals(at_once=True) as stop:
-        try:
-            options = parse_options(argv, prog)
-            # Imported here, so that --help and a misspelled option do not wait for torch.
-            from longspec.inference.process_group import shared_target
-            from longspec.longbench.measurement import measure
-            from longspec.ranks.replicas import joined_replicas
+    with StopSignals(at_once=True, note=" before the measurement") as stop:
+        options = parse_options(argv, prog)
+        # Imported here, so that --help and a misspelled option do not wait for torch.
+        from longspec.inference.process_group import shared_target
+        from longspec.longbench.measurement import measure
+        from longspec.ranks.replicas import joined_replicas
 
-            with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
-                return measure(options, stop, replicas)
-        except SystemExit:
-            # One line for the launch, not one for each rank.
-            if stop.received is not None and stop.at_once and os.environ.get("RANK", "0") == "0":
-                print(f"stopped by {signal.Signals(stop.received).name} before the measurement", file=sys.stderr)
-            raise
+        with shared_target(options.tp_size, options.device, stop), joined_replicas(options.tp_size) as replicas:
+            return measure(options, stop, replicas)
 
 
 def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """The options of the command, with their default values in the attribute `defaults`.
-
-    Raises UserError for an option that does not parse.
-    """
+    """The options, with their defaults in the attribute `defaults`. Raises UserError for one that does not parse."""
     parser = Parser(
         EXAMPLES,
         prog=prog,
@@ -117,28 +101,10 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("decoding").add_argument
-    add("--method", choices=(*METHODS, AUTO), default="tree", help="how tokens are proposed")
     add("--max_gen_len", type=int, help="new tokens per sample; default: that of the task")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top_p", type=float, default=1.0, help="nucleus mass; 1 keeps all tokens")
-    add("--top_k", type=int, default=0, help="0 keeps all tokens")
-    add_token_options(add)
-    add(
-        "--tree_shape",
-        type=_width,
-        nargs="*",
-        default=list(DEFAULT_SHAPE),
-        help="tree: number of nodes in each level",
-    )
-    add(
-        "--tree_rule",
-        choices=TREE_RULES,
-        default=TREE_RULES[0],
-        help="how a tree is drafted and accepted above temperature 0",
-    )
-    add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
-    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
-    add("--gamma", type=int, default=4, help="length of the chain (seq, magicdec, lookup)")
+    add_sampling_options(add)
+    add_drafting_options(add, "tree")
     add("--seed", type=int, default=0, help="of the random numbers above temperature 0")
 
 
@@ -148,9 +114,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--batch_size", type=int, default=1, help="samples that are decoded together")
     add("--output_dir", help="default: one per configuration, outputs/inference/<model>/<task>/<options>")
     add("--overwrite", action="store_true", help="replace the results in the output folder, whichever run wrote them")
-    add("--dtype", choices=DTYPES, default="auto", help="auto: that of the target's weights; float32 on a CPU")
-    add("--device", help="default: cuda if there is one; under torchrun that of the rank")
-    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
+    add_device_options(add)
     backend = run.add_mutually_exclusive_group()
     attention = "backend of the attention in decoding"
     backend.add_argument("--attention", choices=("auto", *ATTENTIONS), default="auto", help=attention)
@@ -168,12 +132,3 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="fused layers, and on CUDA one graph per round",
     )
-
-
-def _width(value: str) -> int:
-    """One value of --tree_shape."""
-    try:
-        return int(value)
-    except ValueError:
-        hint = f"; use --method {AUTO}, which chooses the tree in each round" if value == AUTO else ""
-        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}{hint}") from None

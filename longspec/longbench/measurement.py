@@ -1,9 +1,4 @@
-"""The measurement: loads the weights, runs the samples and times them.
-
-Under torchrun each rank runs a share of the samples, whose seeds do not depend on the ranks.
-"""
-
-from __future__ import annotations
+"""The measurement: loads the weights, and runs and times the samples, of which each rank of torchrun has a share."""
 
 import argparse
 from collections.abc import Iterator
@@ -11,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from longspec.command_line import drafting_of
 from longspec.inference import load_pair
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting, end_tokens
@@ -20,10 +16,8 @@ from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats
 from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
 from longspec.jobs.results import Results
-from longspec.longbench.checks import drafting_of
 from longspec.longbench.plan import EvaluationPlan, make_plan
-from longspec.longbench.prompts import TaskPrompt
-from longspec.longbench.report import SampleResult, read_line, sample_line, summarize, table, write_json
+from longspec.longbench.report import read_line, sample_line, summarize, table, write_json
 from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
@@ -69,7 +63,7 @@ def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) 
 
 
 def _measure_missing(plan: EvaluationPlan, results: Results, record: dict[str, Any], job: ResumableJob) -> None:
-    """Load the model and run this rank's share of the batches with a sample that has no line."""
+    """Load the model and run this rank's share of the samples without a line."""
     replicas, earlier = job.replicas, len(results.done)
     if earlier == job.total:
         if replicas.rank == 0:
@@ -107,7 +101,8 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
     prompts, rows = plan.selection.prompts, plan.options.batch_size
 
     def add(index: int, token_ids: list[int], stats: GenerationStats, count: Count) -> None:
-        line = sample_line(_result(prompts[index], token_ids, plan.tokenizer), stats, index, rows)
+        text = plan.tokenizer.decode(token_ids, skip_special_tokens=True)
+        line = sample_line(prompts[index], token_ids, text, stats, index, rows)
         count(0, len(results.add([line])))
 
     # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
@@ -153,15 +148,9 @@ def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
     settings = plan.settings | {"max_new_tokens": min(WARM_UP_TOKENS, plan.max_new_tokens), "eos_token_id": ()}
     # With the longest prompts, because kernels are compiled for sizes.
     by_length = sorted(plan.selection.prompts, key=lambda prompt: len(prompt.token_ids), reverse=True)
-    longest = by_length[: plan.options.batch_size]
     rows = plan.options.batch_size
-    ids = [prompt.token_ids for prompt in longest]
+    ids = [prompt.token_ids for prompt in by_length[:rows]]
     generate(model, ids, **settings, seed=plan.options.seed, batch_size=None if rows == 1 else rows)
-
-
-def _result(prompt: TaskPrompt, token_ids: list[int], tokenizer: Any) -> SampleResult:
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
-    return SampleResult(prompt.id, len(prompt.token_ids), token_ids, text)
 
 
 def describe(plan: EvaluationPlan) -> dict[str, Any]:
@@ -182,10 +171,6 @@ def describe(plan: EvaluationPlan) -> dict[str, Any]:
         "method": plan.options.method,
         "model": plan.pair.name,
         "task": plan.options.task,
-        "left_out": {
-            "too_short": selection.too_short,
-            "too_long": selection.too_long,
-            "not_reached": selection.not_reached,
-        },
+        "left_out": {name: getattr(selection, name) for name in ("too_short", "too_long", "not_reached")},
         "config": options | plan.settings | resolved,
     }

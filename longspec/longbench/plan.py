@@ -1,7 +1,5 @@
 """The plan of a run. Everything that needs no weights is checked before they are loaded."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from longspec.command_line import DRAFTING, drafting_of
 from longspec.data.target_format import resolve_chat_format
 from longspec.digests import content_hash, file_digest
 from longspec.errors import UserError
@@ -32,7 +31,6 @@ from longspec.longbench.checks import (
     check_numbers,
     check_output,
     check_prompts,
-    drafting_of,
 )
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -41,10 +39,7 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
-from longspec.models.target_files import (
-    position_limit,
-    read_generation_config,
-)
+from longspec.models.target_files import position_limit, read_generation_config
 
 SHAPE_OPTIONS = {
     "vanilla": (),
@@ -55,8 +50,9 @@ SHAPE_OPTIONS = {
     "auto": ("tree_shape", "tree_rule"),
 }
 """The options that determine each method's proposals."""
+SAMPLING = ("temperature", "top_p", "top_k")
 OTHER_OPTIONS = (
-    *("task", "method", "temperature", "top_p", "top_k", "seed", "batch_size"),
+    *("task", "method", *SAMPLING, "seed", "batch_size"),
     *("test_length", "min_prompt_len", "headroom", "chat_format", "compile"),
 )
 """The options of every method that distinguish a run from others."""
@@ -74,6 +70,8 @@ class EvaluationPlan:
     max_positions: int
     """Context length of the target in tokens."""
     tokenizer: Any
+    chat_format: str
+    """The chat format of the prompts, one of CHAT_FORMATS."""
     draft_state: dict[str, Tensor] | None
     """Weights of the draft; None if no draft is used."""
     selection: Selection
@@ -91,27 +89,11 @@ class EvaluationPlan:
         return _draft_in_use(self.options, self.pair)
 
     @property
-    def chat_format(self) -> str:
-        """The chat format of the prompts, one of CHAT_FORMATS."""
-        return resolve_chat_format(self.options.chat_format, self.pair.target, self.config.model_type, self.tokenizer)
-
-    @property
     def settings(self) -> dict[str, Any]:
         """The arguments of every call of `generate`, except for the seed."""
-        options = self.options
         return {
-            "method": options.method,
+            **{name: getattr(self.options, name) for name in (*DRAFTING, *SAMPLING, "compile", "attention")},
             "max_new_tokens": self.max_new_tokens,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "top_k": options.top_k,
-            "tree_shape": options.tree_shape,
-            "gamma": options.gamma,
-            "tree_rule": options.tree_rule,
-            "tree_nodes": options.tree_nodes,
-            "lookup_branches": options.lookup_branches,
-            "compile": options.compile,
-            "attention": options.attention,
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
             **self.token_options,
@@ -214,13 +196,18 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
-    selection = _select(options, config.model_type, tokenizer, chat_format, longest)
+    prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
+    family = config.model_type
+    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
+    lengths = options.test_length, options.min_prompt_len, longest
+    selection = select_prompts(options.task, questions, family, tokenizer, chat_format, *lengths)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
     check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
     dtype = choose_dtype(options.dtype, config, device)
     attention = attention_name(options.attention, device, dtype, head_dim(config))
-    listed = _list_length(options, draft_state)
+    uses_draft = options.method in (*GLIDE_METHODS, AUTO)
+    listed = draft_state["d2t"].numel() if uses_draft and draft_state and "d2t" in draft_state else None
     check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
     return EvaluationPlan(
         options=options,
@@ -228,6 +215,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         config=config,
         max_positions=max_positions,
         tokenizer=tokenizer,
+        chat_format=chat_format,
         draft_state=draft_state,
         selection=selection,
         max_new_tokens=max_new_tokens,
@@ -245,25 +233,3 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
             raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
         return pair.draft
     return pair.draft if options.method == AUTO else options.draft
-
-
-def _list_length(options: argparse.Namespace, draft_state: dict[str, Tensor] | None) -> int | None:
-    """Length of the vocabulary list of the draft that the method uses; None without one."""
-    uses_draft = options.method in (*GLIDE_METHODS, AUTO)
-    return draft_state["d2t"].numel() if uses_draft and draft_state and "d2t" in draft_state else None
-
-
-def _select(options: argparse.Namespace, family: str, tokenizer: Any, chat_format: str, longest: int) -> Selection:
-    """The prompts of the run. longest: number of tokens that a prompt may have."""
-    prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
-    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
-    return select_prompts(
-        options.task,
-        questions,
-        family,
-        tokenizer,
-        chat_format,
-        options.test_length,
-        options.min_prompt_len,
-        longest,
-    )

@@ -1,7 +1,5 @@
 """The prompts of a run: read from a task's file, encoded for the target, and selected by length."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any
 from longspec.data.records import Record, RecordError, located, parse_record, text_of
 from longspec.data.templates import chat_prompt, check_template, encode_texts, lead_in
 from longspec.errors import UserError, first_line
-from longspec.longbench.tasks import LONGBENCH_FIELDS, TASKS, Task
+from longspec.longbench.tasks import TASKS, Task
 
 DEFAULT_MIN_PROMPT_LEN = 1200
 """Prompts of this many tokens or fewer are left out."""
@@ -74,7 +72,7 @@ def read_prompt(file: str | Path, task: str) -> str:
     if not isinstance(prompts, dict) or task not in prompts:
         raise UserError(f"--prompt_file: {file} has no prompt for {task}; it must be an object {{task: prompt}}")
     # LongBench's records all have `context` and `input`, even where its own prompt quotes one.
-    fields = LONGBENCH_FIELDS if "context" in TASKS[task].fields else TASKS[task].fields
+    fields = ("context", "input") if "{context}" in TASKS[task].prompt else ("problem",)
     return check_template(prompts[task], fields, f"--prompt_file: {file}, {task}")
 
 
@@ -90,9 +88,7 @@ def read_questions(
     path = Path(folder) / f"{name}.jsonl"
     if not path.is_file():
         raise UserError(f"{path}: no such file; --data_path_prefix names the folder that holds {name}.jsonl")
-    # The first that exists: a custom prompt, the published one in its chat format, LongBench's.
-    published_prompt = task.published_prompt if chat_format == "published" else None
-    template = prompt or published_prompt or task.prompt
+    template = prompt or (task.published_prompt if chat_format == "published" else task.prompt)
     answer_prefix = "" if prompt else lead_in(task.answer_prefix, family, chat_format)
 
     questions = []
@@ -119,8 +115,7 @@ def _question(task: Task, record: Record, template: str, answer_prefix: str) -> 
 
 
 def encode_question(question: Question, family: str, tokenizer: Any, chat_format: str) -> TaskPrompt:
-    """The prompt in the chat format of the target, as token ids."""
-    # The answer's first word belongs to the prompt, so that the target continues it.
+    """The prompt in the chat format of the target, as token ids. The target continues the answer's first word."""
     text = chat_prompt(question.prompt, family, tokenizer, chat_format, question.answer_prefix)
     return TaskPrompt(question.id, encode_texts([text], tokenizer)[0])
 

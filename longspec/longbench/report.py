@@ -1,12 +1,9 @@
 """The lines of samples, each with its figures, and the summary that pools them."""
 
-from __future__ import annotations
-
 import json
 import math
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +13,29 @@ from longspec.errors import os_errors
 from longspec.inference.device import device_name, versions
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.results import Line, json_bytes
+from longspec.longbench.prompts import TaskPrompt
 from longspec.replacing import replacing
 
 
-@dataclass(frozen=True)
-class SampleResult:
-    """One prompt and its continuation."""
+def sample_line(
+    prompt: TaskPrompt, token_ids: list[int], text: str, stats: GenerationStats, index: int, rows: int = 1
+) -> Line:
+    """The line of a sample.
 
-    id: str
-    """Id of the record."""
-    prompt_tokens: int
-    """Number of tokens in the prompt."""
-    token_ids: list[int]
-    """The new tokens, up to and including EOS."""
-    text: str
-    """The new tokens as text."""
-
-
-def sample_line(result: SampleResult, stats: GenerationStats, index: int, rows: int = 1) -> Line:
-    """The line of a sample. stats: its own, whose `decode_s` is its share of the time of rounds. rows: samples that are
-    decoded at the same time."""
+    token_ids, text: the new tokens, up to and including EOS. stats: the sample's own, whose `decode_s` is its share of
+    the time of rounds. rows: samples that are decoded at the same time.
+    """
     rounds = stats.rounds
+    resident_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in bytes, for runs on a CPU
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
     return {
         "index": index,
-        "id": result.id,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": len(result.token_ids),
+        "id": prompt.id,
+        "prompt_tokens": len(prompt.token_ids),
+        "new_tokens": len(token_ids),
         "batch_rows": rows,
         # The first token comes from prefill.
-        "acceptance_length": (len(result.token_ids) - 1) / rounds if rounds else None,
+        "acceptance_length": (len(token_ids) - 1) / rounds if rounds else None,
         "rounds": rounds,
         "ttft_s": stats.ttft_s,
         "decode_s": stats.decode_s,
@@ -56,12 +46,12 @@ def sample_line(result: SampleResult, stats: GenerationStats, index: int, rows: 
             "rounds": stats.rounds,
             "decoded_tokens": stats.decoded_tokens,
             "accepted_by_depth": stats.accepted_by_depth,
-            "peak_memory_bytes": stats.peak_memory_bytes or _resident_peak(),
+            "peak_memory_bytes": stats.peak_memory_bytes or resident_peak,
             **stats.setup,
             **({"rounds_by_plan": stats.rounds_by_plan} if stats.rounds_by_plan else {}),
         },
-        "text": result.text,
-        "token_ids": result.token_ids,
+        "text": text,
+        "token_ids": token_ids,
     }
 
 
@@ -83,21 +73,13 @@ def _stats(line: Line) -> GenerationStats:
     return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 
 
-def _resident_peak() -> int:
-    """Peak resident memory of this process in bytes, for runs on a CPU."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _number_or_none(value: float) -> float | None:
     """`value`, or None for nan, which JSON does not have."""
     return None if math.isnan(value) else value
 
 
 def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts: dict[str, Any]) -> dict[str, Any]:
-    """The content of `summary.json`: `facts`, then the pooled figures of all lines.
-
-    processes: number of ranks of the largest launch that wrote lines.
-    """
+    """`facts` and the pooled figures of all lines. processes: ranks of the largest launch that wrote lines."""
     # Lines of earlier versions have the figures of their batch, which count once.
     pooled = pool(list({line["batch"]["first"]: _stats(line) for line in lines}.values()))
     samples = len(lines)

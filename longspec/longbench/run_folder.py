@@ -1,7 +1,5 @@
 """The folder of a run: its default name, and the check that it holds no results of a different run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

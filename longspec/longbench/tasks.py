@@ -4,8 +4,6 @@ Prompts and lengths of answers are LongBench's (arXiv 2308.14508). The published
 which end differently.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
@@ -15,67 +13,55 @@ class Task:
 
     prompt: str
     """Text with {field} for each field of the record that it quotes."""
-    fields: tuple[str, ...]
-    """The fields that the prompt quotes."""
     max_new_tokens: int
     """Longest answer, in tokens."""
     id_field: str = "_id"
     """The field that identifies a record."""
     answer_prefix: str = ""
-    """The word that opens the assistant's answer in the published chat format."""
+    """The word that ends the prompt. In the published chat format it opens the assistant's answer instead."""
     filtered: bool = True
     """Whether prompts outside the range of lengths are left out."""
-    published_prompt: str | None = None
-    """The prompt in the published chat format; None if it is the same."""
+    code_prompt: str | None = None
+    """The prompt in the published chat format, if it is another one."""
+
+    @property
+    def published_prompt(self) -> str:
+        """The prompt in the published chat format."""
+        return self.code_prompt or self.prompt.removesuffix(self.answer_prefix).rstrip("\n")
 
 
-LONGBENCH_FIELDS = ("context", "input")
-"""The fields that a custom prompt may quote."""
 # The spaces before line breaks are LongBench's own; prompts must match to the byte.
 PUBLISHED_CODE_PROMPT = "Please complete the code given below. \n{context}Now, complete the code given."
 TASKS = {
     "gov_report": Task(
         "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
         "Report:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:",
-        ("context",),
         512,
         answer_prefix="Summary:",
-        published_prompt="You are given a report by a government agency. Write a one-page summary of the report.\n\n"
-        "Report:\n{context}\n\nNow, write a one-page summary of the report.",
     ),
     "qmsum": Task(
         "You are given a meeting transcript and a query containing a question or instruction. "
         "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\n"
         "Now, answer the query based on the above meeting transcript in one or more sentences.\n\n"
         "Query: {input}\nAnswer:",
-        ("context", "input"),
         512,
         answer_prefix="Answer:",
-        published_prompt="You are given a meeting transcript and a query containing a question or instruction. "
-        "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\n"
-        "Now, answer the query based on the above meeting transcript in one or more sentences.\n\n"
-        "Query: {input}",
     ),
     "multi_news": Task(
         "You are given several news passages. Write a one-page summary of all news. \n\n"
         "News:\n{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:",
-        ("context",),
         512,
         answer_prefix="Summary:",
-        published_prompt="You are given several news passages. Write a one-page summary of all news. \n\n"
-        "News:\n{context}\n\nNow, write a one-page summary of all the news.",
     ),
     "lcc": Task(
         "Please complete the code given below. \n{context}Next line of code:\n",
-        ("context",),
         64,
-        published_prompt=PUBLISHED_CODE_PROMPT,
+        code_prompt=PUBLISHED_CODE_PROMPT,
     ),
     "repobench-p": Task(
         "Please complete the code given below. \n{context}{input}Next line of code:\n",
-        ("context", "input"),
         64,
-        published_prompt=PUBLISHED_CODE_PROMPT,
+        code_prompt=PUBLISHED_CODE_PROMPT,
     ),
-    "aime24": Task("{problem}", ("problem",), 20000, id_field="id", filtered=False),
+    "aime24": Task("{problem}", 20000, id_field="id", filtered=False),
 }

@@ -1,7 +1,5 @@
 """A process of a step: `python -m longspec.pipeline WORK FOLDER [NAME ...]`, under torchrun one of several."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

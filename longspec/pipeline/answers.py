@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from longspec.inference.load_pair import load_pair
 from longspec.pipeline.files import answers_file, claim, prompts_file
 from longspec.pipeline.processes import share_work
-from longspec.pipeline.settings import AnswerSettings, Settings
+from longspec.pipeline.settings import AnswerSettings, ChatSettings, Settings
 from longspec.pipeline.sources import SPLITS
 from longspec.pipeline.target import CHAT_FORMAT
 from longspec.ranks.replicas import Replicas
@@ -27,11 +27,8 @@ SHARD_BATCHES = 2
 
 
 def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
-    """Write the text of some runs of the target, on all GPUs: CHAT, or keys of `settings.answers`.
-
-    Raises UserError if a process fails.
-    """
-    for count, group in groupby(names, key=lambda name: _processes(name, settings)):
+    """Write the text of some runs, CHAT or keys of `settings.answers`, on all GPUs. Raises UserError."""
+    for count, group in groupby(names, key=lambda name: _settings_of(name, settings).processes):
         own = list(group)
         if all(_output(run).exists() for name in own for run in _runs(name, settings, root)):
             write_share(settings, root, Replicas(), *own)  # compares the settings only
@@ -39,11 +36,6 @@ def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
         shared = settings.tp_size > 1
         ranks = settings.tp_size if shared else count * max(1, torch.cuda.device_count())
         share_work(write_share, settings, root, ranks, *own)
-
-
-def _processes(name: str, settings: Settings) -> int:
-    """Processes per GPU of a run."""
-    return settings.chat.processes if name == CHAT else settings.answers[name].processes
 
 
 def write_share(settings: Settings, root: Path, replicas: Replicas, *names: str) -> None:
@@ -54,57 +46,51 @@ def write_share(settings: Settings, root: Path, replicas: Replicas, *names: str)
             _run_target(run, replicas, load)
 
 
-def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
-    """A run of each split that has something to write."""
-    make = partial(_chat_run, settings, root) if name == CHAT else partial(_answer_run, settings, root, name)
-    return [run for split in SPLITS if (run := make(split)) is not None]
+def _settings_of(name: str, settings: Settings) -> ChatSettings | AnswerSettings:
+    return settings.chat if name == CHAT else settings.answers[name]
 
 
 def _output(run: AnswerRun) -> Path:
     return Path(run.output_dir) / f"{run.split}.jsonl"
 
 
-def _chat_run(settings: Settings, root: Path, split: str) -> AnswerRun | None:
-    """The run that writes a split's conversations. Splits share no user turn."""
-    chat = settings.chat
-    others = SPLITS[: SPLITS.index(split)]
-    if not (count := getattr(chat, split)):
-        return None
-    return AnswerRun(
-        target=settings.target,
-        output_dir=str(root / "answers" / CHAT),
-        split=split,
-        count=count,
-        temperatures=(0.0, 0.7, 1.0) if split == "train" else (0.0,),
-        max_new_tokens=chat.max_new_tokens,
-        max_turn_tokens=chat.max_turn_tokens,
-        batch_size=chat.batch_size,
-        shard_size=SHARD_BATCHES * chat.batch_size,
-        seed=settings.seed,
-        chat_format=CHAT_FORMAT,
-        exclude=tuple(str(answers_file(root, CHAT, other)) for other in others if getattr(chat, other)),
-    )
-
-
-def _answer_run(settings: Settings, root: Path, name: str, split: str) -> AnswerRun | None:
-    """The run that answers the prompts of some groups; None for the test and without prompts."""
-    answers: AnswerSettings = settings.answers[name]
-    groups = [prompts_file(root, split, group) for group in answers.prompts]
-    files = tuple(str(file) for file in groups if file.exists() and file.stat().st_size)
-    if split == "test" or not files:
-        return None
-    return AnswerRun(
-        target=settings.target,
-        output_dir=str(root / "answers" / name),
-        split=split,
-        files=files,
-        temperatures=tuple(answers.temperatures) if split == "train" else (0.0,),
-        max_new_tokens=answers.max_new_tokens,
-        batch_size=answers.batch_size,
-        shard_size=SHARD_BATCHES * answers.batch_size,
-        seed=zlib.crc32(f"{settings.seed}/{name}".encode()),  # a seed per name, as two may share prompts
-        chat_format=CHAT_FORMAT,
-    )
+def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
+    """A run of each split that has something to write: conversations, or answers to the prompts of some groups."""
+    own = _settings_of(name, settings)
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0) if isinstance(own, ChatSettings) else tuple(own.temperatures)
+    runs = []
+    for split in SPLITS:
+        if isinstance(own, ChatSettings):
+            count = getattr(own, split)
+            # Splits share no user turn.
+            others = [other for other in SPLITS[: SPLITS.index(split)] if getattr(own, other)]
+            exclude = tuple(str(answers_file(root, CHAT, other)) for other in others)
+            content = {
+                "count": count,
+                "max_turn_tokens": own.max_turn_tokens,
+                "seed": settings.seed,
+                "exclude": exclude,
+            }
+        else:
+            groups = [prompts_file(root, split, group) for group in own.prompts]
+            files = tuple(str(file) for file in groups if file.exists() and file.stat().st_size)
+            count = 0 if split == "test" else len(files)
+            # A seed per name, as two may share prompts.
+            content = {"files": files, "seed": zlib.crc32(f"{settings.seed}/{name}".encode())}
+        if count:
+            run = AnswerRun(
+                target=settings.target,
+                output_dir=str(root / "answers" / name),
+                split=split,
+                temperatures=temperatures if split == "train" else (0.0,),
+                max_new_tokens=own.max_new_tokens,
+                batch_size=own.batch_size,
+                shard_size=SHARD_BATCHES * own.batch_size,
+                chat_format=CHAT_FORMAT,
+                **content,
+            )
+            runs.append(run)
+    return runs
 
 
 def _run_target(run: AnswerRun, replicas: Replicas, load: Callable[..., Any]) -> None:

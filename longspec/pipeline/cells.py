@@ -65,10 +65,7 @@ class SampleFile:
         self.samples = {sample_key(line): line for line in read_samples(folder)}
 
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
-        """The prompts of a cell that have no sample yet.
-
-        Raises UserError if a sample was measured with a different prompt of the same id.
-        """
+        """The prompts of a cell without a sample. Raises UserError if a sample has another prompt with the same id."""
         missing = []
         for prompt in cell.prompts:
             measured = self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))

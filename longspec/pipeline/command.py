@@ -1,7 +1,5 @@
 """The command `longspec draft`: from a target to a trained, measured draft. `longspec.pipeline.run` does the work."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

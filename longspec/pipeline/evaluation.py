@@ -45,10 +45,7 @@ def evaluate(settings: Settings, root: Path) -> None:
 
 
 def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
-    """Measure this process's share of the samples.
-
-    Raises UserError if the folder holds samples of a different draft, target, device or version.
-    """
+    """Measure this process's samples. Raises UserError for samples of another draft, target, device or version."""
     logging.disable_progress_bar()
     folder = evaluation_folder(root)
     draft = settings.evaluation.draft or str(final_draft(settings, root))

@@ -23,10 +23,7 @@ def answers_file(root: Path, name: str, split: str) -> Path:
 
 
 def claim(file: Path, facts: dict[str, Any]) -> None:
-    """Record in a JSON file the facts that determine the content of other files.
-
-    Raises UserError if `file` exists and records different facts.
-    """
+    """Record facts that determine other files. Raises UserError if `file` exists and records different ones."""
     written = json.loads(json.dumps(facts))  # as they read back: tuples become lists
     if not file.is_file():
         write_atomically(file, json.dumps(written, indent=1) + "\n")

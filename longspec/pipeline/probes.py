@@ -1,6 +1,7 @@
 """Probes: fresh drafts with one change each, trained next to each other on stage 1's text, to choose what it trains."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline.files import answer_files, claim, training_files, write_atomically
 from longspec.pipeline.processes import hydra_overrides, share_work
+from longspec.pipeline.samples import Figure, markdown, pooled
 from longspec.pipeline.settings import ProbeSettings, Settings, StageSettings
-from longspec.pipeline.tables import Figure, markdown, pooled
 from longspec.pipeline.target import TargetText
 from longspec.ranks.replicas import Replicas
 from longspec.train.config import load_config
@@ -52,8 +53,7 @@ def run_probes(settings: Settings, root: Path, replicas: Replicas) -> None:
 
 
 def read_scores(root: Path, name: str) -> Scores:
-    scores: Scores = json.loads(probe_file(root, name).read_text())
-    return scores
+    return json.loads(probe_file(root, name).read_text())
 
 
 def _run(settings: Settings, setting: ProbeSettings, root: Path, target: str) -> Scores:
@@ -105,14 +105,7 @@ def _config(
 
 def best_candidate(scores: Scores) -> str:
     """The candidate with the largest product of its tokens per round over the sets of held-out rows."""
-
-    def product(name: str) -> float:
-        value = 1.0
-        for pairs in scores[name].values():
-            value *= _length(pairs).value
-        return value
-
-    return max(scores, key=product)
+    return max(scores, key=lambda name: math.prod(_length(pairs).value for pairs in scores[name].values()))
 
 
 def adopted(settings: Settings, root: Path) -> dict[str, Any]:
@@ -126,10 +119,7 @@ def adopted(settings: Settings, root: Path) -> dict[str, Any]:
 
 
 def probe_table(scores: Scores) -> pandas.DataFrame:
-    """One row per candidate: tokens per round of a chain, and the difference to the first one in percent.
-
-    Standard errors are bootstrapped over held-out rows, the same for both drafts.
-    """
+    """Tokens per round of a chain by candidate, and the difference to the first one, bootstrapped over rows."""
     first = next(iter(scores))
     rows = []
     for name, groups in scores.items():

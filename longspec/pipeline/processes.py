@@ -38,10 +38,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
-    """Start a process with the options of Popen. If it still runs at the end of the context, send SIGTERM and wait.
-
-    On Linux it also gets SIGTERM when this process is killed.
-    """
+    """Start a process (options of Popen). It gets SIGTERM when the context ends or, on Linux, this process."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     end_with_parent = None if libc is None else lambda: libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
     child = subprocess.Popen(command, preexec_fn=end_with_parent, **options)

@@ -44,10 +44,7 @@ TRIES = 200
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
-    """Write the prompts of all groups that are missing. For a group without documents, the file is empty.
-
-    Raises UserError if existing prompts were made with other settings.
-    """
+    """Write the prompts of all missing groups. Raises UserError if existing ones were made with other settings."""
     common = {"target": settings.target, "with_text": settings.benchmarks is not None, "seed": settings.seed}
     common |= {"code": asdict(settings.code), "with_documents": settings.documents is not None}
     common |= {"text": settings.text} if settings.text else {}
@@ -73,7 +70,10 @@ def write_prompts(settings: Settings, root: Path) -> None:
     for split, lengths_by_group in missing.items():
         texts = read_texts(settings.benchmarks, settings.documents, split)
         texts.own = own[split]
-        makers = Makers(target, texts, code[split], chat_turns(root, split), split)
+        file = answers_file(root, "chat", split)
+        records = read_jsonl(file) if file.exists() else []
+        chats = [record["messages"] for record in records if record["finished"]]
+        makers = Makers(target, texts, code[split], chats, split)
         with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [
                 pool.submit(write_group, makers, group, lengths, settings.seed, prompts_file(root, split, group))
@@ -114,12 +114,6 @@ def length_range(settings: Settings, group: str) -> list[int]:
     if group in ("gsm8k", "chat", OWN):
         return [0, 0]
     return settings.prompts.short_contexts if group.endswith("-short") else settings.prompts.contexts
-
-
-def chat_turns(root: Path, split: str) -> list[list[Turn]]:
-    """The conversations of a split whose answers are complete."""
-    file = answers_file(root, "chat", split)
-    return [record["messages"] for record in read_jsonl(file) if record["finished"]] if file.exists() else []
 
 
 class Makers:

@@ -1,7 +1,5 @@
 """The trained draft as a folder to share: config, safetensors, and a model card with figures and recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from longspec.models.draft import MAX_WINDOW
@@ -14,9 +12,8 @@ from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import evaluation_folder
 from longspec.pipeline.files import write_atomically
 from longspec.pipeline.report import main_table
-from longspec.pipeline.samples import Samples
+from longspec.pipeline.samples import Samples, markdown
 from longspec.pipeline.settings import Settings, settings_yaml
-from longspec.pipeline.tables import markdown
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft, stage_table
 

@@ -1,7 +1,7 @@
 """The report of a run: tables and plots of the evaluation and the training, as a Markdown page."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -17,9 +17,16 @@ from longspec.pipeline.cells import cells, read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.files import write_atomically
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
-from longspec.pipeline.samples import Samples
+from longspec.pipeline.samples import (
+    Figure,
+    Samples,
+    context_name,
+    markdown,
+    speed_ratio,
+    tokens_per_round,
+    tokens_per_second,
+)
 from longspec.pipeline.settings import Settings
-from longspec.pipeline.tables import Figure, context_name, markdown, speed_ratio, tokens_per_round, tokens_per_second
 from longspec.pipeline.training import stage_table
 
 matplotlib.use("Agg")
@@ -84,10 +91,7 @@ def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
 
 
 def write_page(page: Path, title: str, settings: Settings, root: Path, command: str, more: Tables) -> None:
-    """Write a Markdown page with its plots and summary.json next to it. Raises UserError without samples.
-
-    more: further tables.
-    """
+    """Write the page of an evaluation with its plots. Raises UserError without samples. more: further tables."""
     samples = Samples.of_lines(measured(root))
     facts = json.loads((evaluation_folder(root) / FACTS).read_text())
     facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
@@ -95,17 +99,36 @@ def write_page(page: Path, title: str, settings: Settings, root: Path, command: 
     page.parent.mkdir(parents=True, exist_ok=True)
     draw_contexts(samples, page.with_name(PICTURES[0]))
     draw_tokens_per_second(samples, page.with_name(PICTURES[1]))
+    notes = [f"{gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
+    write_tables(page, title, settings, command, facts, notes, PICTURES, tables)
+
+
+def write_tables(
+    page: Path,
+    title: str,
+    settings: Settings,
+    command: str,
+    facts: dict[str, Any],
+    notes: Sequence[str],
+    pictures: Sequence[str],
+    tables: Tables,
+) -> None:
+    """Write a Markdown page of tables, with summary.json next to it. facts: those of an evaluation folder."""
     records = {
         name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, (_, frame) in tables.items()
     }
     summary = {"command": command, "facts": facts, "settings": asdict(settings), "tables": records}
     write_atomically(page.with_name("summary.json"), json.dumps(summary, indent=1, default=str) + "\n")
 
-    setup = [f"- command: `{command}`", f"- target: {facts['target']}", f"- device: {facts['device']}"]
-    setup.append("- versions: " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
-    setup += [f"- {gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
-    parts = [f"# {title}", "", *setup, ""]
-    parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in PICTURES), ""]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    setup = [
+        f"command: `{command}`",
+        f"target: {facts['target']}",
+        f"device: {facts['device']}",
+        f"versions: {versions}",
+    ]
+    parts = [f"# {title}", "", *(f"- {line}" for line in (*setup, *notes)), ""]
+    parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures), ""]
     for name, (introduction, frame) in tables.items():
         parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
     write_atomically(page, "\n".join(parts))
@@ -215,10 +238,7 @@ def output_counts(samples: Samples) -> pandas.DataFrame:
 
 
 def draw_contexts(samples: Samples, file: Path) -> None:
-    """Plot tokens per round and the speedup over vanilla against the context, one line per main method.
-
-    Greedy outputs without loops, pooled over the tasks that have every context.
-    """
+    """Plot two figures of greedy outputs against the context, pooled over the tasks that have every context."""
     contexts, tasks = samples.contexts, samples.long_tasks
     figures_by_title: dict[str, Callable[..., Figure]] = {
         "tokens per round": samples.tokens_per_round,
@@ -226,35 +246,43 @@ def draw_contexts(samples: Samples, file: Path) -> None:
     }
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axes, (title, value) in zip(panels, figures_by_title.items(), strict=True):
-        for method in MAIN_METHODS:
-            figures = [value(method, task=tasks, context=context) for context in contexts]
-            heights, errors = [one.value for one in figures], [one.error for one in figures]
-            axes.errorbar(contexts, heights, errors, marker="o", capsize=3, label=method, color=COLORS[method])
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-        axes.set(title=title, xlabel="context in tokens", ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
+        lines = {
+            method: {context: value(method, task=tasks, context=context) for context in contexts}
+            for method in MAIN_METHODS
+        }
+        draw_lines(axes, lines, title=title, ylim=(0, None))
         axes.margins(x=0.07)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MAIN_METHODS))
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
+def draw_lines(axes: Any, lines: Mapping[str, Mapping[int, Figure]], **settings: Any) -> None:
+    """Plot figures by context with their errors, a line per label. settings: those of `Axes.set`."""
+    for label, figures in lines.items():
+        heights, errors = [one.value for one in figures.values()], [one.error for one in figures.values()]
+        axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=label, color=COLORS.get(label))
+    contexts = sorted(set().union(*lines.values()))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.set(xlabel="context in tokens", **settings)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+
+
 def draw_tokens_per_second(samples: Samples, file: Path) -> None:
     """Plot tokens/s of the main methods at T = 0: one group of bars per task, one bar per method."""
     tasks = main_tasks(samples)
+    figures = {method: [samples.tokens_per_second(method, task=task) for task in tasks] for method in MAIN_METHODS}
+    heights, errors = (
+        pandas.DataFrame({method: [getattr(one, part) for one in own] for method, own in figures.items()}, index=tasks)
+        for part in ("value", "error")
+    )
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    width = 0.8 / len(MAIN_METHODS)
-    for number, method in enumerate(MAIN_METHODS):
-        figures = [samples.tokens_per_second(method, task=task) for task in tasks]
-        offset = (number - (len(MAIN_METHODS) - 1) / 2) * width
-        centers = [group + offset for group in range(len(tasks))]
-        heights, errors = [one.value for one in figures], [one.error for one in figures]
-        axes.bar(centers, heights, width, yerr=errors, label=method, color=COLORS[method])
-    axes.set_xticks(range(len(tasks)), tasks)
+    if tasks:
+        heights.plot.bar(yerr=errors, color=COLORS, width=0.8, rot=0, legend=False, ax=axes)
+        figure.legend(loc="outside lower center", ncols=len(MAIN_METHODS), fontsize="small")
     axes.set(title="T = 0, outputs without repetition loops", ylabel="tokens/s")
-    figure.legend(loc="outside lower center", ncols=len(MAIN_METHODS), fontsize="small")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

@@ -3,8 +3,6 @@
 Each step continues what an earlier run has left, or finds it done.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -21,10 +19,9 @@ from longspec.locks import locked
 from longspec.models.draft_files import check_draft
 from longspec.models.families import family_class
 from longspec.pipeline.answers import CHAT, write_text
-from longspec.pipeline.estimates import Estimate, estimate, free_disk
+from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate
 from longspec.pipeline.files import settings_file, write_atomically
-from longspec.pipeline.machine import Machine, Target
 from longspec.pipeline.probes import write_probes
 from longspec.pipeline.prompts import write_prompts
 from longspec.pipeline.published import write_draft

@@ -199,10 +199,7 @@ class Settings:
 
 
 def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) -> Settings:
-    """The settings in a YAML file, or `base` itself, after `key=value` overrides.
-
-    Raises UserError that names the invalid key.
-    """
+    """The settings in a YAML file or `base` itself, after `key=value` overrides. Raises UserError with the key."""
     if not isinstance(base, Settings) and not Path(base).is_file():
         raise UserError(f"--config: {base}: no such file; `longspec draft TARGET --dry_run` prints one")
     merged = OmegaConf.structured(Settings)

@@ -1,7 +1,5 @@
 """The settings of `longspec draft` for a target, a machine and a number of hours: recipe.yaml, scaled."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -12,8 +10,7 @@ from typing import Any
 import deepspeed
 from packaging.version import Version
 
-from longspec.pipeline.estimates import estimate
-from longspec.pipeline.machine import TIGHT, Machine, Target
+from longspec.pipeline.estimates import TIGHT, Machine, Target, estimate
 from longspec.pipeline.settings import (
     FORCED,
     OWN,

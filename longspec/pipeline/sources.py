@@ -89,7 +89,7 @@ def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
             meeting = Meeting(meeting.id, meeting.transcript, (*meetings[meeting.id].queries, *meeting.queries))
         meetings[meeting.id] = meeting
     for meeting in meetings.values():
-        if source == "test" or _is_validation(meeting.id) == (split == "validation"):
+        if source == "test" or (_bucket(meeting.id) % VALIDATION_SHARE == 0) == (split == "validation"):
             texts.meetings.append(meeting)
 
     if split == "test":
@@ -154,10 +154,6 @@ def _meeting(record: dict[str, Any]) -> Meeting:
     if not queries:
         raise RecordError("queries", "is empty")
     return Meeting(hashlib.sha256(transcript.encode()).hexdigest()[:12], transcript, queries)
-
-
-def _is_validation(name: str) -> bool:
-    return _bucket(name) % VALIDATION_SHARE == 0
 
 
 def _bucket(name: str) -> int:

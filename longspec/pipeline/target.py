@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from longspec.data.prompts import conversation_text
-from longspec.data.templates import encode_texts
+from longspec.data.templates import conversation_text, encode_texts
 from longspec.inference.registry import choose_target
 from longspec.models.target_files import load_tokenizer, read_config
 

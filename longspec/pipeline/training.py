@@ -46,9 +46,9 @@ def _architecture(training: TrainingSettings) -> dict[str, Any]:
     return plain | {f"model.{name}": value for name, value in named.items()}
 
 
-def run_folder(root: Path, seed: int, recipe: str = "recipe") -> Path:
-    """The folder of a run's stages. recipe: another name for stages that differ from those of the settings."""
-    return root / "training" / f"{recipe}-{seed}"
+def run_folder(root: Path, seed: int) -> Path:
+    """The folder of a run's stages."""
+    return root / "training" / f"recipe-{seed}"
 
 
 def final_draft(settings: Settings, root: Path) -> Path:

@@ -3,10 +3,9 @@
 import os
 import secrets
 import socket
+import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
@@ -19,7 +18,9 @@ GREETING_BYTES = SECRET_BYTES + 4
 CONNECT_S = 60
 """Seconds in which all ranks must connect."""
 GREETING_S = 5
-"""Seconds in which a caller must send its greeting. Rank 0 serves the others meanwhile."""
+"""Seconds without a byte after which a caller is dropped. Rank 0 serves the others meanwhile."""
+POLL_S = 0.05
+"""Seconds between two looks at the number of ranks that have connected."""
 SEND_S = 5
 """Time limit in seconds of one send or receive."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -80,68 +81,39 @@ def _configure(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-@dataclass
-class _Caller:
-    """A connection that has not sent its whole greeting yet."""
-
-    deadline: float
-    greeting: bytes = b""
-
-    def receive(self, connection: socket.socket) -> bool:
-        """Read more of the greeting. Returns whether more of it is expected."""
-        part = b""
-        with suppress(OSError):
-            part = connection.recv(GREETING_BYTES - len(self.greeting))
-        self.greeting += part
-        return bool(part) and len(self.greeting) < GREETING_BYTES
-
-    def rank(self, secret: bytes) -> int | None:
-        """The caller's rank; None if the greeting does not start with `secret`."""
-        # In constant time, so that a stranger cannot guess the secret byte by byte.
-        if not secrets.compare_digest(self.greeting[:SECRET_BYTES], secret):
-            return None
-        return int.from_bytes(self.greeting[SECRET_BYTES:], "big")
-
-
 def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socket.socket, int]:
-    """Accept `count` callers that send `secret`, and return them with their ranks. All others are dropped.
-
-    Raises UserError if fewer have come after CONNECT_S seconds.
-    """
+    """The first `count` callers that send `secret`, and their ranks. Raises UserError after CONNECT_S seconds."""
     ranks: dict[socket.socket, int] = {}
-    callers: dict[socket.socket, _Caller] = {}
-    server.setblocking(False)
+    callers: list[socket.socket] = []
+
+    def greet(caller: socket.socket) -> None:
+        caller.settimeout(GREETING_S)
+        greeting = receive(caller, GREETING_BYTES)
+        # In constant time, so that a stranger cannot guess the secret byte by byte.
+        if len(greeting) == GREETING_BYTES and secrets.compare_digest(greeting[:SECRET_BYTES], secret):
+            ranks[caller] = int.from_bytes(greeting[SECRET_BYTES:], "big")
+        else:
+            caller.close()
+
+    server.settimeout(POLL_S)
     deadline = time.monotonic() + CONNECT_S
     while len(ranks) < count and time.monotonic() < deadline:
-        # A short timeout, so that late callers are dropped on time.
-        ready = wait([server, *callers], timeout=0.2)
-        for connection in [connection for connection in callers if connection in ready]:
-            caller = callers[connection]
-            if caller.receive(connection):
-                continue
-            del callers[connection]
-            rank = caller.rank(secret)
-            if rank is None:
-                connection.close()
-            else:
-                ranks[connection] = rank
-        if server in ready:
-            # The caller may have hung up already.
-            with suppress(OSError):
-                connection, _ = server.accept()
-                connection.setblocking(False)
-                callers[connection] = _Caller(time.monotonic() + GREETING_S)
-        _drop_late(callers)
-    for connection in callers:
-        connection.close()
+        with suppress(OSError):  # a timeout, or a caller that has hung up already
+            callers.append(server.accept()[0])
+            threading.Thread(target=greet, args=callers[-1:], daemon=True).start()
+    for stranger in (caller for caller in callers if caller not in ranks):
+        with suppress(OSError):
+            stranger.shutdown(socket.SHUT_RDWR)  # ends its thread
+        stranger.close()
     if len(ranks) < count:
         raise UserError(f"{count - len(ranks)} of {count} ranks did not connect to rank 0 within {CONNECT_S} s")
     return ranks
 
 
-def _drop_late(callers: dict[socket.socket, _Caller]) -> None:
-    """Close the connections whose greeting took too long."""
-    now = time.monotonic()
-    for connection in [connection for connection, caller in callers.items() if caller.deadline < now]:
-        del callers[connection]
-        connection.close()
+def receive(connection: socket.socket, size: int) -> bytes:
+    """The next `size` bytes; fewer if the connection ends or times out."""
+    message = b""
+    with suppress(OSError):
+        while len(message) < size and (part := connection.recv(size - len(message))):
+            message += part
+    return message

@@ -35,7 +35,7 @@ class Launcher:
         if parent is None or _session(parent) != _session(launch):
             # `launch.py` has been adopted, so the command has ended.
             self._was_gone = True
-        elif _is_python(parent):
+        elif "python" in os.path.basename(next(iter(_command(parent)), "")):
             # Other parents are shells, which may end before their jobs.
             self._watched.append(parent)
 
@@ -52,10 +52,6 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _is_python(process: psutil.Process) -> bool:
-    return "python" in os.path.basename(next(iter(_command(process)), ""))
 
 
 def _session(process: psutil.Process) -> int | None:

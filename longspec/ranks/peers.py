@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from longspec.errors import UserError
 from longspec.ranks.agreement import Termination, from_every_rank, launched_rank
-from longspec.ranks.connections import connect_ranks
+from longspec.ranks.connections import connect_ranks, receive
 from longspec.ranks.launcher import Launcher
 from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 
@@ -197,10 +197,7 @@ class PeerWatch:
     def _hear_peer(self, peer: socket.socket) -> tuple[int, int] | None:
         """Read one message. Returns (GONE or SILENT, rank) if it means that a rank is lost."""
         rank = self.peers[peer]
-        message = b""
-        with suppress(OSError):
-            while len(message) < MESSAGE.size and (part := peer.recv(MESSAGE.size - len(message))):
-                message += part
+        message = receive(peer, MESSAGE.size)
         if len(message) < MESSAGE.size:
             if not (self._stopping and self.termination.at_once):
                 return GONE, rank

@@ -4,8 +4,6 @@ Ranks do not exchange tensors. They agree on the work before it starts, count fi
 meet at the end. A command without a launcher is a single replica, for which all of this costs nothing.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

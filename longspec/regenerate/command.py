@@ -1,10 +1,5 @@
 """The command `python -m longspec.regenerate`. Under torchrun each rank writes its share of the shards."""
 
-from __future__ import annotations
-
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,10 +7,9 @@ from typing import Any
 
 import transformers
 
-from longspec.command_line import Parser, add_token_options
+from longspec.command_line import Parser, add_device_options, add_drafting_options, add_sampling_options
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
-from longspec.inference.methods import AUTO, METHODS, TREE_RULES
 from longspec.inference.process_group import shared_target
 from longspec.inference.token_options import COMMAND_OPTIONS, given_options
 from longspec.models.packaged_targets import SMOLLM2
@@ -35,10 +29,7 @@ DEFAULTS = {field.name: field.default for field in fields(Settings)}
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
-    """Write a split. Returns the path of its file on rank 0, None on other ranks.
-
-    A stop signal ends the process at once with 128 + its number; complete shards are kept.
-    """
+    """Write a split, and return its path on rank 0. A stop signal ends it at once; complete shards are kept."""
     options = vars(_parser(prog).parse_args(argv))
     dtype = options.pop("dtype")
     device = options.pop("device")
@@ -51,15 +42,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
         for name, value in options.items()
         if name not in COMMAND_OPTIONS
     }
-    with StopSignals(at_once=True) as stop:
-        try:
-            with shared_target(tp_size, device, stop), joined_replicas(tp_size) as replicas:
-                path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
-        except SystemExit:
-            if stop.received is not None and os.environ.get("RANK", "0") == "0":
-                name = signal.Signals(stop.received).name
-                print(f"stopped by {name}; the same command continues after the last complete shard", file=sys.stderr)
-            raise
+    note = "; the same command continues after the last complete shard"
+    with (
+        StopSignals(at_once=True, note=note) as stop,
+        shared_target(tp_size, device, stop),
+        joined_replicas(tp_size) as replicas,
+    ):
+        path = regenerate(Settings(**settings), dtype, replicas.device(device), replicas)
 
     if path is not None:
         print(f"written to {path}: {describe(path)}")
@@ -77,9 +66,7 @@ def _parser(prog: str) -> Parser:
     add("--target", default=SMOLLM2, help="name of a pair, folder, hub id or .gguf file")
     add("--chat_format", choices=CHAT_FORMAT_CHOICES, help="as in evaluation")
     add("--chat_template_kwargs", help="variables of the chat template, as JSON")
-    add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    add("--device", help="default: cuda if there is one; under torchrun that of the rank")
-    add("--tp_size", type=int, default=1, help="number of ranks that share the target, started by torchrun")
+    add_device_options(add)
 
     add = parser.add_argument_group("prompts").add_argument
     add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")
@@ -90,23 +77,16 @@ def _parser(prog: str) -> Parser:
 
     add = parser.add_argument_group("answers").add_argument
     add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
-    add("--top_p", type=float, help="nucleus mass; 1 keeps all tokens")
-    add("--top_k", type=int, help="0 keeps all tokens")
     add("--min_p", type=float, help="leave out tokens of less than this share of the highest probability")
     add("--typical_p", type=float, help="mass of the tokens of typical probability; 1 keeps all tokens")
     add("--epsilon_cutoff", type=float, help="leave out tokens of lower probability")
-    add_token_options(add)
+    add_sampling_options(add)
     add("--max_new_tokens", type=int, help="longest answer, in tokens")
     add("--seed", type=int, help="of prompts and answers")
 
     add = parser.add_argument_group("decoding").add_argument
-    add("--method", choices=(*METHODS, AUTO), help="how tokens are proposed")
     add("--draft", help=".pth file, folder or hub id; default: that of the pair")
-    add("--tree_shape", type=int, nargs="+", help="tree: number of nodes in each level")
-    add("--tree_rule", choices=TREE_RULES, help="how a tree is drafted and accepted above temperature 0")
-    add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones")
-    add("--lookup_branches", action="store_true", help="tree: add continuations that the context already holds")
-    add("--gamma", type=int, help="length of the chain (seq, magicdec, lookup)")
+    add_drafting_options(add, "vanilla")
 
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")

@@ -3,12 +3,10 @@
 A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in SPLIT.shards/.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -54,24 +52,30 @@ def regenerate(
     settings, and SystemExit if another rank has ended before.
     """
     replicas = replicas or Replicas()
-    run = replicas.rank_zero_first(lambda: _prepare(settings, replicas))
-    shards = run.shards
+    load_weights = partial(load, dtype=dtype, device=device)
+    shards, facts, files, make_writer = replicas.rank_zero_first(lambda: _prepare(settings, replicas, load_weights))
+
+    def work(shard: int) -> int:
+        """To be balanced over ranks: the length of a shard's prompts in bytes, and its new tokens."""
+        rows = shards.range(shard)
+        return (files.size(rows.start, rows.stop) if files else 0) + len(rows) * settings.max_new_tokens
+
     with ExitStack() as stack:
 
         def claim() -> list[int]:
-            stack.enter_context(shards.claimed(run.facts))
+            stack.enter_context(shards.claimed(facts))
             return shards.missing()
 
         # The versions of the libraries do not determine the text.
-        identity = {name: value for name, value in run.facts.items() if name != "versions"}
+        identity = {name: value for name, value in facts.items() if name != "versions"}
         missing = agree(claim, identity, shards.folder, replicas)
         if missing:
-            writer = replicas.together(lambda: run.writer(dtype, device, load))
+            writer = replicas.together(make_writer)
 
             done = shards.total - sum(len(shards.range(shard)) for shard in missing)
             # A stop signal ends the process at once.
             job = ResumableJob(shards.total, "prompt", shards.output, StopSignals(), replicas)
-            job.run(missing, run.load, partial(_write_shards, writer, shards), done, settings.split)
+            job.run(missing, work, partial(_write_shards, writer, shards), done, settings.split)
             if job.is_lost:
                 raise LostRank(replicas)
         return shards.merge() if replicas.rank == 0 else None
@@ -93,36 +97,14 @@ def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count
         count(0, sum(map(len, group.values())) - answers)
 
 
-@dataclass
-class _Run:
-    """A run that has been checked. Only the weights are still to be loaded."""
+def _prepare(
+    settings: Settings, replicas: Replicas, load: Callable[..., Any]
+) -> tuple[SplitShards, dict[str, Any], PromptFiles | None, Callable[[], Writer]]:
+    """Check a run. Only its weights are still to be loaded.
 
-    settings: Settings
-    """The settings, with the chat format by name."""
-    target: str
-    """Folder or hub id."""
-    draft: str | None
-    """A .pth file, a folder or a hub id; None if the method needs none."""
-    tokenizer: Any
-    files: PromptFiles | None
-    """The prompts; None if the target writes the user turns."""
-    facts: dict[str, Any]
-    """Everything that determines the text, and versions."""
-    shards: SplitShards
-
-    def writer(self, dtype: str, device: str | None, load: Callable[..., Any]) -> Writer:
-        """Load the weights."""
-        model, _ = load(self.target, self.draft, dtype=dtype, device=device)
-        return Writer(self.settings, model, self.tokenizer, self.files)
-
-    def load(self, shard: int) -> int:
-        """The work of a shard, to be balanced over ranks: the length of its prompts in bytes, and its new tokens."""
-        rows = self.shards.range(shard)
-        size = self.files.size(rows.start, rows.stop) if self.files else 0
-        return size + len(rows) * self.settings.max_new_tokens
-
-
-def _prepare(settings: Settings, replicas: Replicas) -> _Run:
+    Returns its shards, everything that determines its text and versions, its prompts (None if the target writes the
+    user turns), and a function that loads the weights.
+    """
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
     pair = named_pair(settings.target, settings.draft)
@@ -140,14 +122,15 @@ def _prepare(settings: Settings, replicas: Replicas) -> _Run:
     settings = replace(settings, chat_format=chat_format)
     if files and files.unread:
         report(unread_note(files.unread))
-    total = _total(settings, files)
+    total = min(settings.count or len(files), len(files)) if files else settings.count
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
     if draft is not None and settings.method in (*GLIDE_METHODS, AUTO):
         # The path may later hold another draft, whose trees draw other random numbers.
         facts["draft_digest"] = state_digest(load_draft(draft))
-    return _Run(settings, target, draft, tokenizer, files, facts, SplitShards(settings, total))
+    shards = SplitShards(settings, total)
+    return shards, facts, files, lambda: Writer(settings, load(target, draft)[0], tokenizer, files)
 
 
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:
@@ -162,13 +145,6 @@ def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: s
         if not kept:
             raise UserError(f"{line}; no prompt is left")
         print(line)
-
-
-def _total(settings: Settings, files: PromptFiles | None) -> int:
-    """The number of prompts in all shards."""
-    if files is None:
-        return settings.count
-    return min(settings.count or len(files), len(files))
 
 
 def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[str, Any]:

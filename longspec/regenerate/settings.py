@@ -1,12 +1,11 @@
 """The settings of a run, their checks, and the seeds that follow from them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longspec.command_line import DRAFTING, drafting_of
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling, checked_drafting
@@ -16,8 +15,6 @@ from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 
-DRAFTING = ("method", "tree_shape", "gamma", "tree_rule", "tree_nodes", "lookup_branches")
-"""The settings that are those of `Drafting`."""
 LATER = (*FILTERS, *DRAFTING, "draft", "token_options")
 """Settings that folders of earlier versions lack; their defaults are not stored."""
 SPLITS = ("train", "validation", "test")
@@ -83,8 +80,7 @@ class Settings:
 
     def drafting(self, model: GlideMixin) -> Drafting:
         """The drafting settings for a model. Raises UserError if they do not fit."""
-        drafting = Drafting(**{name: getattr(self, name) for name in DRAFTING})
-        return checked_drafting(model, drafting, allow_untrained_draft=False)
+        return checked_drafting(model, drafting_of(self), allow_untrained_draft=False)
 
 
 def check_settings(settings: Settings) -> None:

@@ -1,7 +1,5 @@
 """The shards of a split on disk, and the split's file that they are merged into."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

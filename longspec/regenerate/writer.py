@@ -1,17 +1,16 @@
 """The records of shards: prompts, the target's answers to them, and the reasons to drop some."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from longspec.data.aligners import Turn
-from longspec.data.prompts import PromptFiles, SourcePrompt, answered, conversation_text, loops, user_turn_marks
+from longspec.data.prompts import PromptFiles, SourcePrompt, answered, loops, user_turn_marks
 from longspec.data.records import Record
-from longspec.data.templates import check_embedded, encode_texts
+from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import end_tokens
@@ -39,42 +38,35 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
 
 
-class Answerer:
-    """Answers many prompts with one target."""
+def complete(
+    model: GlideMixin,
+    drafting: Drafting,
+    batch_size: int,
+    answers: Sequence[Answer],
+    stop_ids: Sequence[int],
+    progress: Progress = lambda *_: None,
+    finish: Callable[[int], object] = lambda number: None,
+    window: int | None = None,
+) -> None:
+    """Complete the answers in place, each up to and including its first stop id, or up to its limit.
 
-    def __init__(self, model: GlideMixin, drafting: Drafting, batch_size: int) -> None:
-        """drafting: checked settings. batch_size: largest number of rows; long prompts have as many as fit."""
-        self.model = model
-        self.drafting = drafting
-        self.batch_size = batch_size
+    A greedy answer, or one with a seed, does not depend on the others on the same kind of device. drafting: checked
+    settings. batch_size: largest number of rows; long prompts have as many as fit. finish: called with the number of
+    each complete answer. window: see `answer_all`. Raises UserError, with the prompt and the position, for logits that
+    are NaN or infinite.
+    """
+    stops = frozenset(stop_ids)
+    requests = [Request(answer.prompt, answer.max_new_tokens, answer.sampling, stops) for answer in answers]
 
-    def complete(
-        self,
-        answers: Sequence[Answer],
-        stop_ids: Sequence[int],
-        progress: Progress = lambda *_: None,
-        finish: Callable[[int], object] = lambda number: None,
-        window: int | None = None,
-    ) -> None:
-        """Complete the answers in place, each up to and including its first stop id, or up to its limit.
+    def take(number: int, event: Tokens) -> None:
+        answers[number].tokens += event.ids
+        progress(len(event.ids), 0)
 
-        A greedy answer, or one with a seed, does not depend on the others on the same kind of device. finish: called
-        with the number of each complete answer. window: see `answer_all`. Raises UserError, with the prompt and the
-        position, for logits that are NaN or infinite.
-        """
-        stops = frozenset(stop_ids)
-        requests = [Request(answer.prompt, answer.max_new_tokens, answer.sampling, stops) for answer in answers]
+    def end(number: int, stats: GenerationStats) -> None:
+        progress(0, 1)
+        finish(number)
 
-        def take(number: int, event: Tokens) -> None:
-            answers[number].tokens += event.ids
-            progress(len(event.ids), 0)
-
-        def end(number: int, stats: GenerationStats) -> None:
-            progress(0, 1)
-            finish(number)
-
-        listener = Listener(take, end, in_blocks=True)
-        answer_all(self.model, self.drafting, requests, self.batch_size, listener, window=window)
+    answer_all(model, drafting, requests, batch_size, Listener(take, end, in_blocks=True), window=window)
 
 
 @dataclass
@@ -106,7 +98,7 @@ class Writer:
         self.files = files
         self.family = model.config.model_type
         self.vocab_size = model.config.vocab_size
-        self.answerer = Answerer(model, settings.drafting(model), settings.batch_size)
+        self.complete = partial(complete, model, settings.drafting(model), settings.batch_size)
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
 
@@ -136,7 +128,11 @@ class Writer:
             self._write_turns(shards, progress)
         else:
             for shard in shards:
-                self._read_prompts(shard, self.files)
+                rejected: list[str] = []
+                given = self.family, self.tokenizer, self.settings.chat_format, rejected
+                shard.prompts = self.files.read(shard.rows.start, shard.rows.stop, *given)
+                if rejected:
+                    shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
         owners = [shard for shard in shards for _ in shard.answers]
@@ -152,14 +148,7 @@ class Writer:
             if not shard.answers:
                 done(shard.number, [], shard.dropped)
         answers = [answer for shard in shards for answer in shard.answers]
-        self.answerer.complete(answers, self.stop_ids, progress, finish, self.settings.shard_size)
-
-    def _read_prompts(self, shard: _Shard, files: PromptFiles) -> None:
-        rejected: list[str] = []
-        given = self.family, self.tokenizer, self.settings.chat_format, rejected
-        shard.prompts = files.read(shard.rows.start, shard.rows.stop, *given)
-        if rejected:
-            shard.dropped["prompts: rejected by the chat template"] = len(rejected)
+        self.complete(answers, self.stop_ids, progress, finish, self.settings.shard_size)
 
     def _write_turns(self, shards: Sequence[_Shard], progress: Progress) -> None:
         """Prompts whose user turns the target writes."""
@@ -170,7 +159,7 @@ class Writer:
             shard.answers = [Answer(self.turn_opening, own, self.settings.max_turn_tokens) for own in samplings]
         turns = [answer for shard in shards for answer in shard.answers]
         # Only answers count as finished prompts.
-        self.answerer.complete(turns, self.turn_stop_ids, lambda tokens, finished: progress(tokens, 0))
+        self.complete(turns, self.turn_stop_ids, lambda tokens, finished: progress(tokens, 0))
         for shard in shards:
             shard.prompts = self._turn_prompts(shard)
 

@@ -13,7 +13,7 @@ from longspec.errors import UserError
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
-from longspec.regenerate.writer import Answer, Answerer
+from longspec.regenerate.writer import Answer, complete
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
 RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
@@ -132,8 +132,8 @@ def test_answers_in_batches_name_the_prompt(tmp_path: Path, temperature: float) 
         samplings = (Sampling(), Sampling(temperature))
         answers = [Answer(row.tolist(), own, 6) for row, own in zip((ids[1], ids[0]), samplings, strict=True)][:rows]
         with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
-            Answerer(model, Drafting("vanilla"), 2).complete(answers, [])
+            complete(model, Drafting("vanilla"), 2, answers, [])
     with pytest.raises(UserError, match=r"^prompt 0, position 6: .* at temperature 1e-30"):
         model.lm_head = model.lm_head.head
         model.lm_head.weight.data *= 1e12
-        Answerer(model, Drafting("vanilla"), 2).complete([Answer(ids[0].tolist(), Sampling(1e-30), 6)], [])
+        complete(model, Drafting("vanilla"), 2, [Answer(ids[0].tolist(), Sampling(1e-30), 6)], [])

@@ -25,7 +25,7 @@ from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
 from longspec.regenerate.shards import SplitShards
-from longspec.regenerate.writer import Answer, Answerer, Writer
+from longspec.regenerate.writer import Answer, Writer, complete
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -80,8 +80,8 @@ def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> Non
     )
     counted = []
     vanilla = Drafting("vanilla")
-    Answerer(model, vanilla, 4).complete(answers, stops, lambda tokens, finished: counted.append((tokens, finished)))
-    Answerer(model, vanilla, 3).complete(again, stops)
+    complete(model, vanilla, 4, answers, stops, lambda tokens, finished: counted.append((tokens, finished)))
+    complete(model, vanilla, 3, again, stops)
     assert again == answers
     for row, answer in enumerate(answers):
         settings = {"method": "vanilla", "max_new_tokens": limits[row], "eos_token_id": stops, "seed": row_seed(0, row)}

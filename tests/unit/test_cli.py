@@ -15,9 +15,9 @@ from longspec.cli import app as console
 from longspec.cli.options import Dtype, Method
 from longspec.cli.prompts import read_prompts
 from longspec.cli.train import ROOT
+from longspec.command_line import DTYPES
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, METHODS
-from longspec.longbench.command import DTYPES
 from longspec.models.target_split import rank_folder
 
 COMMANDS = ("chat", "generate", "serve", "bench", "evaluate", "regenerate", "train", "extract", "split")

@@ -7,10 +7,10 @@ from typing import Any
 import pandas
 import pytest
 
-from experiments.drafts import BASELINES, arm_folder, arm_settings, equal_steps, measure_arm, read_comparison
+from experiments.comparison import BASELINES, arm_folder, arm_settings, equal_steps, measure_arm, read_comparison
 from experiments.drafts_page import acceptance_table, lookup_rounds, over_runs
 from longspec.errors import UserError
-from longspec.pipeline import evaluation, training
+from longspec.pipeline import training
 from longspec.pipeline.evaluation import evaluation_folder
 from longspec.pipeline.files import read_jsonl, write_atomically
 from longspec.pipeline.settings import Settings, load_settings
@@ -78,7 +78,7 @@ def test_the_processes_on_gpus_measure_the_baselines_before_the_draft(
         measured.append(names)
         write_atomically(evaluation_folder(folder) / "samples-0.jsonl", json.dumps({"method": names[0]}) + "\n")
 
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    monkeypatch.setattr("experiments.comparison.evaluate", evaluate)
     for arm in ("glide-last", "eagle3"):
         measure_arm(settings, comparison, tmp_path, arm, 0)
         copy = evaluation_folder(arm_folder(tmp_path, arm, 0)) / BASELINES

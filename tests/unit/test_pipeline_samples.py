@@ -16,8 +16,7 @@ from longspec.pipeline.report import (
     same_text,
     untimed,
 )
-from longspec.pipeline.samples import Samples
-from longspec.pipeline.tables import markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
+from longspec.pipeline.samples import Samples, markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
 
 
 def line(method: str = "tree", number: int = 0, **changes: object) -> dict:

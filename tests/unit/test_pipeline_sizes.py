@@ -14,8 +14,7 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
-from longspec.pipeline.estimates import Estimate, estimate
-from longspec.pipeline.machine import Machine, Target
+from longspec.pipeline.estimates import Estimate, Machine, Target, estimate
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings

@@ -11,7 +11,8 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.results import Line, Results, part_path, resume_results
-from longspec.longbench.report import SampleResult, read_line, sample_line, summarize, table
+from longspec.longbench.prompts import TaskPrompt
+from longspec.longbench.report import read_line, sample_line, summarize, table
 from longspec.longbench.run_folder import RUN_NAME, SAMPLES_NAME, SUMMARY_NAME, open_run
 
 CPU = torch.device("cpu")
@@ -25,14 +26,14 @@ def stats(
     return GenerationStats(sum(rows), rows, decoded, by_depth, ttft, seconds, peak_memory_bytes=sum(rows) * 100)
 
 
-def result(name: str, tokens: int) -> SampleResult:
-    return SampleResult(name, 12, list(range(tokens)), "täxt\n")
+def result(name: str, tokens: int) -> tuple[TaskPrompt, list[int], str]:
+    return TaskPrompt(name, [0] * 12), list(range(tokens)), "täxt\n"
 
 
 def two_lines() -> list[Line]:
     """Those of samples that were decoded together."""
     first, second = stats([1], 4, [1, 1], 0.5, ttft=1.0), stats([3], 6, [2, 1], 1.5, ttft=1.0)
-    return [sample_line(result("a", 5), first, 0, rows=2), sample_line(result("b", 7), second, 1, rows=2)]
+    return [sample_line(*result("a", 5), first, 0, rows=2), sample_line(*result("b", 7), second, 1, rows=2)]
 
 
 def refuse_nan(constant: str) -> None:
@@ -65,7 +66,7 @@ def test_acceptance_is_pooled_over_passes_not_averaged_over_samples() -> None:
 def test_summary_pools_samples_and_weighs_first_tokens_by_sample(tmp_path: Path) -> None:
     report = opened(tmp_path)
     report.add(two_lines())
-    report.add([sample_line(result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
+    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
     summary = finish(report)
     assert summary["samples"] == 3 and summary["new_tokens"] == 15
     assert summary["mean_acceptance_length"] == pytest.approx(2.0)
@@ -80,18 +81,18 @@ def test_summary_pools_samples_and_weighs_first_tokens_by_sample(tmp_path: Path)
 
 def test_a_line_is_on_disk_as_soon_as_its_sample_is_finished(tmp_path: Path) -> None:
     report = opened(tmp_path)
-    report.add([sample_line(result("a", 5), stats([2], 4, [1]), 0)])
+    report.add([sample_line(*result("a", 5), stats([2], 4, [1]), 0)])
     (line,) = lines_of(tmp_path)
     assert (line["id"], line["prompt_tokens"], line["new_tokens"]) == ("a", 12, 5)
     assert (line["text"], line["token_ids"]) == ("täxt\n", [0, 1, 2, 3, 4])
     assert (line["acceptance_length"], line["rounds"]) == (2.0, 2)
-    report.add([sample_line(result("b", 1), stats([0], 0, [0]), 1)])
+    report.add([sample_line(*result("b", 1), stats([0], 0, [0]), 1)])
     assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]
 
 
 def test_a_run_without_passes_has_null_instead_of_nan(tmp_path: Path) -> None:
     report = opened(tmp_path)
-    report.add([sample_line(result("a", 1), stats([0], 0, [0], seconds=0.0), 0)])
+    report.add([sample_line(*result("a", 1), stats([0], 0, [0], seconds=0.0), 0)])
     summary = finish(report)
     assert math.isnan(pool([]).mean_acceptance_length)
     assert summary["mean_acceptance_length"] is None and summary["tokens_per_second"] is None
@@ -103,7 +104,7 @@ def two_batches(folder: Path) -> dict:
     """Samples a and b, which were decoded together, and c; the summary."""
     report = opened(folder)
     report.add(two_lines())
-    report.add([sample_line(result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
+    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
     return finish(report)
 
 
@@ -126,7 +127,7 @@ def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lin
     )
     if lines < 2:
         report.add(two_lines())
-    report.add([sample_line(result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
+    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
     assert path.read_bytes() == b"".join(whole)
     assert finish(report) == summary == finish(opened(tmp_path))
 
@@ -155,7 +156,7 @@ def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) 
     with open_run(tmp_path, record, overwrite=True) as report:
         assert report.done == set() and (tmp_path / SAMPLES_NAME).read_bytes() == before
         assert all(path.exists() for path in earlier) and not (tmp_path / RUN_NAME).exists()
-        report.add([sample_line(result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 0)])
+        report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 0)])
     assert [line["id"] for line in lines_of(tmp_path)] == ["c"] and not any(path.exists() for path in earlier)
     assert json.loads((tmp_path / RUN_NAME).read_text()) == record
 
@@ -174,7 +175,7 @@ def test_any_text_is_an_id(tmp_path: Path) -> None:
     ids = ["\ud800", "../../x", "a\nb", "\u2028\x85", "\0", "ä", ""]
     report = opened(tmp_path)
     for first, name in enumerate(ids):
-        report.add([sample_line(result(name, 1), stats([0], 0, [0]), first)])
+        report.add([sample_line(*result(name, 1), stats([0], 0, [0]), first)])
     raw = (tmp_path / SAMPLES_NAME).read_bytes().split(b"\n")[:-1]
     assert [json.loads(line.decode())["id"] for line in raw] == ids
     assert opened(tmp_path).done == set(range(len(ids)))
@@ -183,16 +184,16 @@ def test_any_text_is_an_id(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_lines_that_are_there(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: part of the next line fits."""
     report = opened(tmp_path)
-    report.add([sample_line(result("a", 5), stats([2], 4, [1]), 0)])
+    report.add([sample_line(*result("a", 5), stats([2], 4, [1]), 0)])
     before = (tmp_path / SAMPLES_NAME).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
     try:
         with pytest.raises(UserError, match="1 results are saved; the same command continues"):
-            report.add([sample_line(result("b", 5), stats([2], 4, [1]), 1)])
+            report.add([sample_line(*result("b", 5), stats([2], 4, [1]), 1)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / SAMPLES_NAME).read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME]
-    report.add([sample_line(result("b", 5), stats([2], 4, [1]), 1)])
+    report.add([sample_line(*result("b", 5), stats([2], 4, [1]), 1)])
     assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]

@@ -19,8 +19,7 @@ from tiny_tokenizer import VOCAB_SIZE
 from transformers import GenerationConfig
 
 import longspec.inference.server.app
-from longspec.data.prompts import conversation_text
-from longspec.data.templates import encode_texts
+from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.engine.requests import (
     Event,

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from string import Formatter
 
 import pytest
 from tiny_tokenizer import byte_tokenizer
@@ -34,12 +33,6 @@ def questions_of(*lengths: int) -> list[Question]:
 def prompt_length(text: str) -> int:
     sample = encode_question(Question("0", text), "qwen2", byte_tokenizer(), "published")
     return len(sample.token_ids)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_prompt_quotes_exactly_its_declared_fields(name: str) -> None:
-    task = TASKS[name]
-    assert tuple(field for _, field, _, _ in Formatter().parse(task.prompt) if field) == task.fields
 
 
 def test_answer_lengths_are_longbenchs() -> None:
