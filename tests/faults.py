@@ -195,6 +195,12 @@ def warpers_in_another_order(patch: Patch) -> None:
     patch.setattr(Sampler, "warped", faulty)
 
 
+def one_stream_of_draws(patch: Patch) -> None:
+    """Draft and target draw the same numbers."""
+    patch.setattr(Sampler, "_stream", lambda self, kind, step: kind)
+    patch.setattr(Sampler, "after_prefill", lambda self: self)
+
+
 def rows_share_their_draws(patch: Patch) -> None:
     """All rows of the batch have the same seed."""
 
@@ -287,6 +293,7 @@ IN_THE_OUTPUT = IN_THE_RULE | {
     "temperature left out": Fault(temperature_left_out, ("seq", "tree, descend", "tree", "magicdec")),
     "greedy first token": Fault(greedy_first_token, ("seq", "tree, descend", "tree", "magicdec")),
     "warpers in another order": Fault(warpers_in_another_order, ("tree, descend",), {"top_p": 0.8}),
+    "one stream of draws": Fault(one_stream_of_draws, ("seq",)),
 }
 """Faults detected in the distribution of generated text."""
 _TREES, _COUNTED = ("seq", "tree, descend", "tree"), {"frequency_penalty": 1.5}
@@ -299,7 +306,7 @@ PENALTY_FAULTS = {
 }
 """Faults of penalties, detected node by node and in the distribution of generated text."""
 IN_CORRELATIONS = {
-    "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
-    "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree, descend", "tree", "magicdec")),
+    "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree, descend", "tree")),
+    "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree, descend", "tree")),
 }
 """Faults detected by correlations between rows or rounds."""

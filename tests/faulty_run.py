@@ -1,17 +1,16 @@
 """The trainer with the fault that the environment variable FAULT names. A run script for the launcher."""
 
 import os
-import resource
 import sys
 
 import torch
 
-from longspec.train import run, trainer
+from longspec.train import run
 from longspec.train.steps import OptimizerSteps
 
 STEP = 3
 rank = int(os.environ["RANK"])
-train_step, forward, save_checkpoint = OptimizerSteps.take, OptimizerSteps.forward, trainer.save_checkpoint
+train_step, forward = OptimizerSteps.take, OptimizerSteps.forward
 
 
 def one_rank_throws(self: OptimizerSteps, step: int, *args: object) -> object:
@@ -33,12 +32,6 @@ def loss_is_nan(self: OptimizerSteps, micro_step: int, batch: dict) -> tuple:
     return loss, terms
 
 
-def disk_is_full(engine: object, tokenizer: object, config: object, progress: trainer.Progress, *more: object) -> None:
-    if progress.step == STEP + 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    save_checkpoint(engine, tokenizer, config, progress, *more)  # type: ignore[arg-type]
-
-
 def disks_are_local() -> None:
     """Change to a folder per rank, so that a relative output_dir is local to each rank."""
     sys.argv[1:] = [os.path.abspath(given) if given.startswith("conf/") else given for given in sys.argv[1:]]
@@ -54,8 +47,6 @@ elif fault == "nan":
     OptimizerSteps.forward = loss_is_nan  # type: ignore[assignment, method-assign]
 elif fault == "local":
     disks_are_local()
-elif fault == "full":
-    trainer.save_checkpoint = disk_is_full  # type: ignore[assignment]
 else:
     sys.exit(f"FAULT: {fault!r} is unknown")
 run.main()

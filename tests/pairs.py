@@ -74,6 +74,14 @@ def make_pair(
     return model
 
 
+def ragged_prompts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Token ids and mask, padded on the right, and the rows alone."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return ids, nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True), rows
+
+
 def every_turn(plans: int) -> Iterator[int]:
     """Numbers below `plans` without end, in an order in which each one follows every other one."""
     return cycle([number for first in range(plans) for second in range(first + 1, plans) for number in (first, second)])

@@ -18,13 +18,11 @@ pytestmark = pytest.mark.slow
 
 BEGUN = {
     "chat": "answers/chat/train.shards/*",
-    "prompts": "prompts/validation/*.jsonl",
-    "answers": "answers/long/train.shards/*",
     "probes": "probes/layers.settings.json",
     "stage1": "training/recipe-0/stage1/last*_ds",
     "evaluation": "evaluation/samples-0.jsonl",
 }
-"""A file that exists once a step has begun."""
+"""A file that exists once a step has begun. (Prompts and answers of other steps are written as those of `chat`.)"""
 
 
 def command(target: Path, root: Path, *arguments: str) -> list[str]:

@@ -19,10 +19,10 @@ SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
 TIMES = ("seconds", "data_seconds", "eval_seconds")
 
 
-def overrides(work: Path, output: Path, zero: str) -> list[str]:
+def overrides(work: Path, output: Path) -> list[str]:
     given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
-    given += [f"output_dir={output}", f"deepspeed={zero}", f"max_steps={STEPS}", "save_steps=2", "learning_rate=5e-3"]
-    return [*given, *([SHARDED] if zero == "zero3" else [])]
+    given += [f"output_dir={output}", "deepspeed=zero3", SHARDED]
+    return [*given, f"max_steps={STEPS}", "save_steps=2", "learning_rate=5e-3"]
 
 
 def evaluated(work: Path) -> list[str]:
@@ -31,16 +31,16 @@ def evaluated(work: Path) -> list[str]:
     return [f"evaluation.{key}={value}" for key, value in wanted.items()]
 
 
-@pytest.fixture(scope="module", params=["zero1", "zero3"])
-def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run without evaluation in `plain`, one with it in `evaluated`."""
-    work = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run without evaluation in `plain`, one with it in `evaluated`, under ZeRO-3. (Those of
+    tests/e2e/test_equivalence.py evaluate under each stage.)"""
+    work = tmp_path_factory.mktemp("work")
     make_target(work / "target")
     write_texts(work / "texts.jsonl")
     write_texts(work / "held_out.jsonl", seed=1)
-    (work / "zero").write_text(request.param)
-    launched(EXPERIMENT, *overrides(work, work / "plain", request.param))
-    launched(EXPERIMENT, *overrides(work, work / "evaluated", request.param), *evaluated(work))
+    launched(EXPERIMENT, *overrides(work, work / "plain"))
+    launched(EXPERIMENT, *overrides(work, work / "evaluated"), *evaluated(work))
     return work
 
 
@@ -70,8 +70,7 @@ def test_a_resumed_run_repeats_it(work: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, again)
     for lost in ("last_ds", "checkpoint-last"):
         shutil.rmtree(again / lost)
-    zero = (work / "zero").read_text()
-    assert "steps 5 … 6" in launched(EXPERIMENT, *overrides(work, again, zero), *evaluated(work), "resume=latest")
+    assert "steps 5 … 6" in launched(EXPERIMENT, *overrides(work, again), *evaluated(work), "resume=latest")
     timeless = [
         [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(output)]
         for output in (straight, again)

@@ -7,28 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from distributions import p_value
-from pairs import OPTIONS, every_turn, make_pair, target_greedy
-from torch import Tensor
+from pairs import OPTIONS, every_turn, make_pair, ragged_prompts, target_greedy
 
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference import engine_pool
 from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
-from longspec.inference.adaptive.lookup_trace import LookupTrace
-from longspec.inference.adaptive.plan_drafters import CPU_WIDTH, PlanDrafters, plans_for
+from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.batch import Batch, Mode
-from longspec.inference.engine.rounds import Rounds
 from longspec.inference.methods import Drafting
-from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY
 from longspec.longbench.command import parse_options
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
@@ -56,21 +50,12 @@ def every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Controller, "choose", choose)
 
 
-def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Token ids and mask, padded on the right, and the rows alone."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    rows = [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return ids, mask, rows
-
-
 @pytest.mark.parametrize("options", ["published", "both"])
 @pytest.mark.usefixtures("every_plan")
 def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: str, device: str) -> None:
     """In a ragged batch, twice on the same engine, whose rounds are captured on a GPU."""
     model = make_pair(tmp_path, options=OPTIONS[options], initializer_range=0.1).to(device)
-    ids, mask, rows = prompts(1, 40, 9)
+    ids, mask, rows = ragged_prompts(1, 40, 9)
     expected = [target_greedy(model, row, 60) for row in rows]
     for _ in range(2):
         out = generate(model, ids, mask, **(SETTINGS | {"max_new_tokens": 60}))
@@ -83,7 +68,7 @@ def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("every_plan")
-@pytest.mark.parametrize("tree_rule", ["reject", "descend"])
+@pytest.mark.parametrize("tree_rule", ["reject"])
 def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_rule: str
 ) -> None:
@@ -113,7 +98,7 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
 ) -> None:
     """Other plans do not fill the draft's window; it is filled again before the next tree."""
     model = make_pair(tmp_path, options=DraftOptions(window=16), initializer_range=0.1)
-    ids, _, (row,) = prompts(40)
+    ids, _, (row,) = ragged_prompts(40)
     play = Batch.play
     checked = []
 
@@ -140,7 +125,7 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
 def test_the_same_seed_and_table_give_the_same_output(tmp_path: Path) -> None:
     """Also in a new engine; the times come from the file, and other seeds give other tokens."""
     model = make_pair(tmp_path / "pair", initializer_range=0.1)
-    ids, mask, _ = prompts(20, 7)
+    ids, mask, _ = ragged_prompts(20, 7)
     drawn, plans = [], []
     for seed in (1, 2, 1):
         out = generate(model, ids, mask, temperature=1.0, seed=seed, **SETTINGS)
@@ -156,7 +141,7 @@ def test_times_are_measured_once_and_damaged_files_replaced(
 ) -> None:
     """Sampling draws the same tokens with and without a measurement."""
     model = make_pair(tmp_path / "pair", initializer_range=0.1)
-    ids, _, _ = prompts(20)
+    ids, _, _ = ragged_prompts(20)
     measured = []
     measure = batch_module.measure_times
 
@@ -205,58 +190,18 @@ def test_an_unwritable_cache_is_a_warning(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     model = make_pair(tmp_path / "pair")
-    ids, _, (row,) = prompts(20)
+    ids, _, (row,) = ragged_prompts(20)
     assert generate(model, ids, **SETTINGS).new_tokens[0].tolist() == target_greedy(model, row, 30)
     assert "are not kept" in caplog.text
-
-
-def test_a_measurement_is_a_few_rounds_of_each_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the empty cache, at two contexts; nothing of it is left."""
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = make_pair(tmp_path / "pair")
-    ids, _, _ = prompts(20)
-    lengths = []
-    target = Rounds.round
-
-    def counted(self: Rounds, active: Tensor) -> Any:
-        lengths.append(int(self.cache.lengths[0]))
-        return target(self, active)
-
-    monkeypatch.setattr(Rounds, "round", counted)
-    generate(model, ids, **(SETTINGS | {"max_new_tokens": 2}))
-    rounds = (1 + time_cache.REPLAYS) * len(plans_for(Drafting("auto", (3, 6, 6)), on_cpu=True))
-    assert len(lengths) == 2 * rounds + 1 and lengths.count(64) == rounds == lengths.count(256)
-
-
-def test_prompts_are_read_without_lists_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row's own tokens, as an array (see `LookupTrace.read`)."""
-    model = make_pair(tmp_path)
-    ids, mask, rows = prompts(20, 7)
-    read = []
-    monkeypatch.setattr(LookupTrace, "read", lambda self, prompt: read.append(prompt))
-    generate(model, ids, mask, **SETTINGS)
-    assert all(isinstance(prompt, np.ndarray) for prompt in read)
-    assert [prompt.tolist() for prompt in read] == [row.tolist() for row in rows]
 
 
 def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
     model: GlideMixin = make_pair(tmp_path)
     model.draft_is_trained = False
-    ids, _, (row,) = prompts(20)
+    ids, _, (row,) = ragged_prompts(20)
     out = generate(model, ids, **SETTINGS)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
     assert all(not plan.startswith("tree") for plan in out.stats.rounds_by_plan)
-
-
-def test_trees_on_a_cpu_have_narrow_levels_and_paths_within_their_nodes(tmp_path: Path) -> None:
-    """A wide level, or a path of the length of a lookup branch, costs time and adds no accepted token."""
-    shape = (6, 16, 16)
-    plans = plans_for(Drafting("auto", shape), on_cpu=True)
-    drafters = PlanDrafters(Runner(make_pair(tmp_path)), 1, GREEDY, plans, Drafting("auto", shape))
-    trees = [plan for plan in plans if plan.kind == "tree"]
-    assert drafters.tree is not None and drafters.tree.shape == (CPU_WIDTH,) * 3
-    assert [drafters.for_plan(plan).depth for plan in trees] == [plan.nodes - 1 for plan in trees] == [5, 11]
 
 
 def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> None:
@@ -267,7 +212,7 @@ def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> Non
     ]
     served = plans_for(Drafting("auto", gamma=7, has_draft=False), on_cpu=True, is_served=True)
     assert [plan.name for plan in served] == ["vanilla", "lookup 8"]
-    ids, _, (row,) = prompts(20)
+    ids, _, (row,) = ragged_prompts(20)
     model = make_pair(tmp_path)
     out = generate(model, ids, **SETTINGS, tree_nodes=4, gamma=2)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
@@ -278,7 +223,7 @@ def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> Non
 
 def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tree_shape: 'auto' is not a shape; use method 'auto'"):
-        generate(make_pair(tmp_path), prompts(9)[0], tree_shape="auto")
+        generate(make_pair(tmp_path), ragged_prompts(9)[0], tree_shape="auto")
     with pytest.raises(UserError, match="--method auto"):
         parse_options(["--tree_shape", "auto"])
     required = ["--task", "aime24", "--data_path_prefix", str(tmp_path)]

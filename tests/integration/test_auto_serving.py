@@ -69,16 +69,3 @@ def test_a_seeded_request_gets_the_same_answer_next_to_others(model: GlideMixin,
         for requests in ([*others, seeded], [seeded, *others], [others[2], seeded, others[0]]):
             assert answers(scheduler, requests)[requests.index(seeded)].ids == expected
     assert set(played) == PLANS
-
-
-def test_the_controller_learns_from_all_running_rows(model: GlideMixin) -> None:
-    with serving(model, method="auto", max_rows=2) as scheduler:
-        controller = scheduler._worker.controller
-        assert controller is not None
-        answers(scheduler, [Request([1, 2, 3], 30), Request([3, 2, 1, 3], 30), Request([2], 20, speculate=False)])
-        assert sum(controller.played.values()) > 2 and not controller.traces
-        assert scheduler.batch.times.by_size.keys() == {1, 2}
-        times, rows = scheduler.batch.times, []
-        for times.size in (1, 2):
-            rows.append(times(controller.plans[0], 100 * times.size))
-        assert 0 < rows[0] <= rows[1]

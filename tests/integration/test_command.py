@@ -14,7 +14,6 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from longspec.inference import memory
 from longspec.inference.cache import TargetCache
 from longspec.inference.device import choose_dtype
-from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.registry import PUBLISHED_PAIRS, choose_pair
@@ -24,9 +23,7 @@ from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
-from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import position_limit
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--min_prompt_len", "10", "--headroom", "3000"]  # the tiny target has 4096 positions
@@ -65,10 +62,8 @@ def lines_of(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_all_methods_write_vanillas_tokens(tmp_path: Path, family: str) -> None:
-    options = OPTIONS["both" if family == "llama" else "published"]
-    target, data = make_target(tmp_path / "target", family, options=options), write_records(tmp_path / "data")
+def test_all_methods_write_vanillas_tokens(tmp_path: Path) -> None:
+    target, data = make_target(tmp_path / "target", options=OPTIONS["both"]), write_records(tmp_path / "data")
     size = {"vanilla": "1", "seq": "2", "tree": "3", "magicdec": "2", "lookup": "2"}
     tokens = {}
     for method in METHODS:
@@ -113,7 +108,7 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
     assert [sample["id"] for sample in lines_of(out)] == ["r0", "r1"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["vanilla", "tree"])
 def test_every_method_warms_up_before_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -138,17 +133,6 @@ def test_every_method_warms_up_before_it_is_measured(
     own = {"max_new_tokens", "eos_token_id", "seed"}
     for _, settings in measured:
         assert all(warm_up[name] == settings[name] for name in settings.keys() - own)
-
-
-def test_a_seed_makes_sampling_repeatable(tmp_path: Path) -> None:
-    target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data")
-
-    def sampled(seed: str, name: str) -> list[list[int]]:
-        more = ("--method", "seq", "--temperature", "1", "--max_gen_len", "8", "--seed", seed)
-        main(arguments(target, data, tmp_path / name, *more))
-        return [line["token_ids"] for line in lines_of(tmp_path / name)]
-
-    assert sampled("1", "one") == sampled("1", "again") != sampled("2", "two")
 
 
 def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,29 +194,19 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
     ("options", "complaint"),
     [
         (["--tree_shape"], "tree_shape: empty"),
-        (["--tree_shape", "4", "-1"], "tree_shape: [4, -1]"),
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
-        (["--method", "magicdec", "--gamma", "-2"], "gamma: -2"),
         (["--max_gen_len", "4090"], "4096 positions"),
-        (["--max_gen_len", "0"], "max_new_tokens: 0"),
         (["--temperature", "-1"], "temperature: -1.0"),
-        (["--temperature", "inf"], "temperature: inf"),
-        (["--temperature", "nan"], "temperature: nan"),
         (["--seed", "-1"], "--seed: -1"),
-        (["--seed", str(2**70)], f"--seed: {2**70}"),
         (["--top_k", str(2**70)], f"--top_k: {2**70}"),
-        (["--top_p", "0"], "top_p: 0.0"),
         (["--batch_size", "0"], "--batch_size: 0"),
         (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
         (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
         (["--method", "beam"], "--method: invalid choice: 'beam'"),
         (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
         (["--device", "abacus"], "device: 'abacus'"),
-        (["--device", "cuda:99"], "device: cuda:99"),
-        (["--device", "mps"], "device: 'mps' is not supported"),
-        (["--device", "meta"], "device: 'meta' is not supported"),
         (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
         (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
@@ -298,28 +272,6 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     assert memory.weight_bytes(config, torch.float32) == 0, "its size depends on the method"
     monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
     assert make_plan(parse_options(line)).options.batch_size == 100000
-
-
-def test_the_memory_of_a_batch_counts_the_head_of_a_draft_with_a_list(
-    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """If the method uses the draft."""
-    target, data = setting
-    config, draft = tiny_config("llama", vocab_size=VOCAB_SIZE), tmp_path / "draft"
-    save_draft_folder(torch.load(draft_of(target)) | vocabulary_maps(torch.arange(40), VOCAB_SIZE), config, draft)
-    for method, nodes in (("tree", 69), ("auto", 64), ("lookup", 5)):
-        line = arguments(target, data, tmp_path / "out", "--batch_size", "1", "--method", method, draft=draft)
-        longest = max(len(prompt.token_ids) for prompt in make_plan(parse_options(line)).selection.prompts)
-        free = memory.weight_bytes(config, torch.float32) + memory.row_bytes(config, torch.float32, longest + 64, nodes)
-        with monkeypatch.context() as patch:
-            patch.setattr(memory, "free_bytes", lambda device, free=free: free)
-            if method == "lookup":
-                make_plan(parse_options(line))
-            else:
-                assert "the draft's head (" in refusal(capsys, line)
-            with_head = free + head_bytes(config, torch.float32, 40, rows=1)
-            patch.setattr(memory, "free_bytes", lambda device, free=with_head: free)
-            make_plan(parse_options(line))
 
 
 def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
@@ -422,25 +374,3 @@ def test_published_pairs() -> None:
     assert pair.draft == "sail/longspec-Llama-3-8B-Instruct-262k"
     assert (pair.eos_token_id, pair.pad_token_id) == (128009, 128001)
     assert choose_pair("qwq", None, "mine.pth").draft == "mine.pth"
-
-
-@pytest.mark.parametrize(
-    ("rope", "limit"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, 4096),
-        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 16384),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "rope_theta": 1e4,
-                "original_max_position_embeddings": 512,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            },
-            4096,
-        ),
-    ],
-)
-def test_linear_rotary_scaling_stretches_the_positions(rope: dict, limit: int) -> None:
-    assert position_limit(tiny_config("llama", rope_parameters=rope, max_position_embeddings=4096)) == limit

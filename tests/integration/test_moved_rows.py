@@ -10,7 +10,6 @@ import torch
 from pairs import OPTIONS, make_pair
 from serving import SMALL, alone
 
-from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
 from longspec.inference.engine.scheduler import Scheduler
@@ -40,13 +39,16 @@ class Session:
         self.batch = self.worker.batch
         self.log: list[str] = []
         """What happened, in order: "round", and "tokens NUMBER" for the answer with that number."""
+        self.sizes: list[int] = []
+        """Rows of each round."""
         self.events: list[list[Event]] = []
         scheduler.engine.prepare()
         rounds = self.batch.rounds
 
-        def logged(*key: Any) -> Any:
+        def logged(mode: Any, size: int) -> Any:
             self.log.append("round")
-            return rounds(*key)
+            self.sizes.append(size)
+            return rounds(mode, size)
 
         self.batch.rounds = logged  # type: ignore[method-assign]
 
@@ -139,49 +141,12 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     short = [Request([1, 2], 10, speculate=False), Request([3] * 20, 30, speculate=False)]
     answers = session.finish([*short, long, late])
     assert moves[0] == ([2], [0], True), "no row in prefill gave way"
+    assert session.sizes[-1] < max(session.sizes), "rounds are as small as the running rows allow"
     for request, answer in zip((*short, late), (*answers[:2], answers[3]), strict=True):
         assert ids(answer) == alone(model, request)
     unmoved = Session(model, 1, **settings).finish([long])[0]
     assert ids(answers[2]) == ids(unmoved)
     assert [event.tree for event in answers[2]] == [event.tree for event in unmoved]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", ["both", "listed"])
-def test_the_first_tree_after_a_move_fills_the_ring(tmp_path: Path, options: str) -> None:
-    """With "auto", the window of a row that played lookup lacks its newest tokens. If the row moves before the next
-    tree, the trees are still those of a row that never moved. The head's tokens of the prompt move with the row."""
-    model = pair(tmp_path, options)
-    request = Request([6, 1, 3, 4] * 15, 120, trace=True)
-
-    def played(others: Sequence[Request], first_tree: int | None) -> tuple[list[Tokens], int]:
-        """The answer to `request`, and the number of its rounds before trees: those before the move if None."""
-        session = Session(model, 1 + len(others), method="auto")
-        controller, batch = session.worker.controller, session.batch
-        assert controller is not None
-        impose, move = controller.impose, batch.move
-        moved_in: list[int] = []
-
-        def rounds() -> int:
-            return next(row.ticket.rounds for row in session.worker.rows.busy() if row.ticket.request is request)
-
-        def choose() -> Plan:
-            tree = bool(moved_in) if first_tree is None else rounds() >= first_tree
-            return impose(batch.plans[-1 if tree else 1])
-
-        def recorded(a: list[int], b: list[int], length: int) -> None:
-            moved_in.append(rounds())
-            move(a, b, length)
-
-        controller.choose = choose  # type: ignore[method-assign]
-        batch.move = recorded  # type: ignore[method-assign]
-        answer = session.finish([*others, request])[-1]
-        return answer, moved_in[0] if first_tree is None else first_tree
-
-    moved, first_tree = played([Request([1, 2], 8, speculate=False)], None)
-    assert first_tree > 0, "the row played no lookup before it moved"
-    unmoved, _ = played([], first_tree)
-    assert [event.tree for event in moved] == [event.tree for event in unmoved]
 
 
 @torch.no_grad()

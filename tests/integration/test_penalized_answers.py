@@ -7,16 +7,13 @@ import pytest
 import torch
 from pairs import make_pair
 from penalty_reference import greedy
-from serving import SMALL
 from transformers import GenerationMixin
 
 from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting
-from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.requests import Request
-from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling
 from longspec.inference.row_settings import PenaltyRows
@@ -126,18 +123,6 @@ def test_planted_faults_of_rows_are_seen(
     expected = answered(model, "lookup")
     monkeypatch.setattr(PenaltyRows, name, fault)
     assert answered(model, "lookup") != expected
-
-
-def test_a_server_captures_rounds_with_the_usual_penalties(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that its first requests do not wait for it, whatever else they ask for."""
-    batch = Scheduler(model.cpu(), **SMALL | {"method": "lookup", "max_rows": 2}).batch
-    for owner, name in ((batch.reader, "capture"), (batch.starter, "capture"), (batch_module, "warm_up")):
-        monkeypatch.setattr(owner, name, lambda *_: None)
-    monkeypatch.setattr(batch.runner, "capturable", True)
-    monkeypatch.setattr(batch_module, "CapturedRound", lambda rounds: rounds.round)
-    batch.capture(Sampling(repetition_penalty=1.1))
-    asked = [Sampling(0.7, top_p=0.9, repetition_penalty=1.2), Sampling(presence_penalty=1.0), Sampling()]
-    assert {mode.sampling.penalties for mode, _ in batch._rounds} == {batch.kind_of(asked).penalties} != {None}
 
 
 def test_model_generate_takes_openais_options(model: GlideMixin, expected: list[list[list[int]]]) -> None:

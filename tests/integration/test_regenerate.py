@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -324,13 +323,3 @@ def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content:
     with damaged as error, shards.claimed({"seed": 1}):
         pass
     assert "\n" not in str(error.value)
-
-
-def test_a_shard_that_does_not_fit_on_the_disk_is_one_line(target: Path, tmp_path: Path) -> None:
-    shards = SplitShards(settings(target, tmp_path, count=4), 4)
-    shards.folder.mkdir()
-    unfinished = shards.folder / f".{shards.path(0).name}.{os.getpid()}.unfinished"
-    unfinished.symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
-        shards.write(0, [], Counter())
-    assert not unfinished.is_symlink() and not shards.path(0).exists()

@@ -2,15 +2,14 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked_ranks import exit_code, start_forked
+from http_server import chat_tokenizer
 from test_command import SHORT, draft_of, make_target, refusal, write_records
 from test_run_folder import COUNTS
-from tiny_tokenizer import byte_tokenizer
 from training_fixtures import launch_environment
 from typer.testing import CliRunner
 
@@ -36,12 +35,7 @@ LOST = r"(a rank has ended: \d+ of 11 samples are done|rank . of . ends, because
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with its draft and a chat template."""
     target = make_target(tmp_path_factory.mktemp("pair") / "target")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</s>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-    )
-    tokenizer.save_pretrained(target)
+    chat_tokenizer().save_pretrained(target)
     return target
 
 
@@ -213,23 +207,13 @@ def test_a_rank_of_an_earlier_run_that_still_writes_is_respected(
 
 
 def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -> None:
-    """After one rank was killed, and a single process or a launch of two ranks has continued."""
-    texts = ["a" * (7 * number % 23 + 1) for number in range(13)]
+    """The job that resumes is the same as for an evaluation."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(texts))
+    prompts.write_text("\n".join("a" * (7 * number % 23 + 1) for number in range(13)))
     options = ["--model", str(pair), "--temperature", "1", "--batch_size", "2", "--max_new_tokens", "6"]
     given = ["generate", str(prompts), *options, "--device", "cpu", "--output"]
     assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
     out = tmp_path / "out.jsonl"
-    launch = Launch(FAULTY, [*given, str(out)], tmp_path, fault="1:1:SIGKILL")
-    assert launch.codes == [1, -9] and "a rank has ended: " in launch.said[-1], launch.stderr
-    (tmp_path / "copy").mkdir()
-    files = sorted(tmp_path.glob("out.jsonl*"))
-    assert [file.name for file in files] == ["out.jsonl", "out.jsonl.rank-1"]
-    for file in files:
-        shutil.copy(file, tmp_path / "copy")
-    assert CliRunner().invoke(app, [*given, str(tmp_path / "copy" / "out.jsonl")]).exit_code == 0
-    assert (tmp_path / "copy" / "out.jsonl").read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
     launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")], tmp_path)
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()

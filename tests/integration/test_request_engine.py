@@ -1,19 +1,17 @@
 """The engine on the calling thread: what one step reads, and how requests end."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import make_pair, target_greedy
 
-from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import Event, Finished, Request, RequestTooLarge, Tokens
+from longspec.inference.engine.requests import Event, Finished, Request, Tokens
 from longspec.inference.memory import chunk_bytes
 from longspec.inference.methods import Drafting
 from longspec.inference.stats import GenerationStats, pool
@@ -68,22 +66,6 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
     assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 64, 64]
 
 
-def test_a_request_can_be_cancelled_and_a_large_one_is_refused(model: GlideMixin) -> None:
-    engine, _ = engine_with_log(model, 1)
-    events: list[Event] = []
-    tickets = [engine.add(Request([1, number], 40), events.append) for number in range(2)]
-    kept = add(engine, Request([5], 3))
-    engine.step()
-    for ticket in tickets:
-        engine.cancel(ticket)
-    while engine.step():
-        pass
-    assert [event.reason for event in events if isinstance(event, Finished)] == ["cancelled"] * 2
-    assert ids(kept) == target_greedy(model, torch.tensor([5]), 3)
-    with pytest.raises(RequestTooLarge):
-        engine.add(Request([1] * 5000, 5), print)
-
-
 def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory for two long rows, short requests get more rows after the long ones; all get their tokens."""
     rows: list[int] = []
@@ -105,37 +87,6 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
     assert stats.decoded_tokens == stats.rounds == 12 * 5
 
 
-@pytest.mark.parametrize("head", [0, 70])
-def test_rows_are_refilled_together(model: GlideMixin, head: int) -> None:
-    """Several idle rows are waited for, so that fewer passes read the same prompts; the answers stay the same. Rows
-    make room for waiting requests only.
-
-    head: tokens that all prompts share.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tails = torch.randint(VOCAB, (24, 9), generator=generator).tolist()
-    requests = [Request([1] * head + tail, 4 + 3 * (number % 8)) for number, tail in enumerate(tails)]
-    counts = []
-    for refill in (1, 4):
-        engine, passes = engine_with_log(model, 8, refill)
-        engine.batch.sizes, move, waiting = [8], engine.batch.move, []
-
-        def noted(a: Any, b: Any, length: int, engine: Any = engine, move: Any = move, waiting: Any = waiting) -> None:
-            waiting.append(len(engine.waiting))
-            move(a, b, length)
-
-        engine.batch.move = noted  # type: ignore[method-assign]
-        found: list[list[int]] = [[] for _ in requests]
-        for request, tokens in zip(requests, found, strict=True):
-            engine.add(request, lambda event, tokens=tokens: tokens.extend(getattr(event, "ids", ())))
-        while engine.step():
-            pass
-        assert found == [target_greedy(model, torch.tensor(r.prompt), r.max_new_tokens) for r in requests]
-        counts.append(len(passes))
-        assert bool(waiting) == (refill > 1) and 0 not in waiting
-    assert counts[1] < 0.6 * counts[0]
-
-
 def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
     """They add up to those of all; a round's time is shared out once."""
     requests = [Request([1 + number % 5] * (3 + number), 4 + 2 * number) for number in range(5)]
@@ -148,14 +99,6 @@ def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
         assert getattr(pooled, name) == getattr(whole, name), name
     assert 0 < pooled.decode_s <= whole.decode_s and all(stats.ttft_s > 0 for stats in own.values())
     assert sum(stats.build_s > 0 for stats in own.values()) == 1
-
-
-def test_auto_answers_all(model: GlideMixin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its plans are measured first."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    prompts = [[1, 2, 3] * 4, [5, 6]]
-    stats = generate(model, prompts, max_new_tokens=12, batch_size=1).stats
-    assert sum(stats.rounds_by_plan.values()) >= max(stats.row_rounds) and stats.measure_s > 0
 
 
 def test_a_client_may_end_all_requests(model: GlideMixin) -> None:

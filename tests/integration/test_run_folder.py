@@ -4,13 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_command import ROOT, arguments, draft_of, lines_of, make_target, refusal, write_records
+from test_command import arguments, draft_of, lines_of, make_target, refusal, write_records
 
 from longspec.kernels.native.library import native_library
 from longspec.locks import LOCK_NAME, locked
@@ -157,7 +155,7 @@ def test_overwrite_replaces_the_results_of_another_run(pair: tuple[Path, Path], 
     assert again == summary
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM])  # the others: tests/unit/test_signals.py
 def test_a_stop_signal_saves_the_running_samples_and_the_same_command_continues(
     pair: tuple[Path, Path],
     uninterrupted: Path,
@@ -211,29 +209,6 @@ def test_a_stop_signal_while_weights_are_loaded_ends_the_run_at_once(
     assert not (tmp_path / "out" / "run.json").exists()
 
 
-@pytest.mark.slow
-def test_a_stop_signal_to_the_process(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """SIGTERM once the progress bar has counted a sample: exit code 143, the last line and no traceback."""
-    out, options = tmp_path / "out", ("--method", "vanilla", "--max_gen_len", "400")
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "inference_long-bench.py", *arguments(*pair, out, *options)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    shown = b""
-    while b" 1/5 " not in shown and (part := os.read(process.stderr.fileno(), 4096)):
-        shown += part
-    process.send_signal(signal.SIGTERM)
-    shown += process.stderr.read()
-    process.stderr.close()
-    assert process.wait() == 143, shown.decode()
-    done = len(lines_of(out))
-    assert 1 <= done < 5 and b"Traceback" not in shown
-    assert shown.decode().splitlines()[-1].startswith(f"stopped by SIGTERM: {done} of 5 samples are done")
-
-
 def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
     pair: tuple[Path, Path], uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,16 +232,3 @@ def test_an_output_folder_that_cannot_be_created_is_refused(
         (Path("/proc/longspec"), "/proc"),
     ):
         assert complaint in refusal(capsys, arguments(*pair, out, *SAMPLED))
-
-
-def test_ids_are_only_text(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    target, _ = pair
-    ids = ["\ud800", "../../x", "a\nb", "", "r", "r"]
-    (tmp_path / "data").mkdir()
-    lines = [json.dumps({"_id": name, "input": "", "context": f"x = {n}\n" * 3}) for n, name in enumerate(ids)]
-    (tmp_path / "data" / "lcc.jsonl").write_text("\n".join(lines))
-    options = ("--method", "vanilla", "--max_gen_len", "2")
-    main(arguments(target, tmp_path / "data", tmp_path / "out", *options))
-    assert [line["id"] for line in lines_of(tmp_path / "out")] == ids
-    names = sorted(file.name for file in (tmp_path / "out").iterdir())
-    assert names == [".lock", "run.json", "samples.jsonl", "summary.json"]

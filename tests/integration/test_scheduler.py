@@ -217,36 +217,6 @@ def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:
         assert scheduler.snapshot().rounds < 230
 
 
-@pytest.mark.parametrize(
-    ("options", "settings", "ahead"),
-    [("listed", {}, 0), ("both", {"tree_nodes": 10, "lookup_branches": True}, 1)],
-    ids=["listed", "lookup"],
-)
-def test_rounds_are_as_small_as_the_running_rows_allow(
-    models: Models, options: str, settings: Any, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row moves down when those below it finish, and goes on as if nothing had happened."""
-    sizes = []
-    model = models("qwen2", options)
-    requests = [Request([1, 2], 3), Request([3] * 20, 4), Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)]
-    with serving(model, ahead, max_rows=3, prefill_chunk=512, **settings) as scheduler:
-        rounds = scheduler.batch.rounds
-
-        def recorded(mode: Any, rows: int) -> Any:
-            sizes.append(rows)
-            return rounds(mode, rows)
-
-        monkeypatch.setattr(scheduler.batch, "rounds", recorded)
-        moved = answers(scheduler, requests)
-        again = answers(scheduler, [replace(requests[1], prompt=[3] * 21)])[0]
-    assert sizes[0] == 3 and sizes[-1] == 1 and sizes.count(1) > 5
-    assert again.ticket.cached_prompt_tokens == 20  # what the row held when it was exchanged
-    with serving(model, max_rows=1, **settings) as scheduler:
-        fresh = answers(scheduler, requests[2:])[0]
-    assert moved[2].ids == fresh.ids
-    assert [event.tree for event in moved[2].events] == [event.tree for event in fresh.events]
-
-
 @pytest.mark.gpu
 def test_scores_next_to_captured_rounds(tmp_path: Path) -> None:
     """Rounds with scores are not captured. They work on the same rows as the captured ones before and after them."""

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -60,6 +60,21 @@ def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen
         client.models.list()
 
 
+def serve_to(probe: Callable[[TestClient], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`longspec serve` hands its application to `probe` and ends."""
+
+    class Server:
+        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
+            self.app = app
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            with TestClient(self.app, base_url="http://127.0.0.1") as client:
+                probe(client)
+
+    monkeypatch.setattr(serving, "http_server", Server)
+    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+
+
 def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is short, a row holds fewer tokens than the target has positions.
 
@@ -67,21 +82,15 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
     """
     seen, refused = [], []
 
-    class Probe:
-        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
-            self.app = app
-
-        def run(self, sockets: list[socket.socket]) -> None:
-            with TestClient(self.app, base_url="http://127.0.0.1") as client:
-                (model,) = client.get("/v1/models").json()["data"]
-                positions = model["longspec"]["positions"]
-                body = {"messages": [{"role": "user", "content": "a" * (positions - 30)}]}
-                seen.append((positions, client.post("/v1/chat/completions", json=body).json()))
-                refused.append(client.post("/v1/completions", json={"prompt": "a", "n": 4}).json()["error"]["message"])
+    def probe(client: TestClient) -> None:
+        (model,) = client.get("/v1/models").json()["data"]
+        positions = model["longspec"]["positions"]
+        body = {"messages": [{"role": "user", "content": "a" * (positions - 30)}]}
+        seen.append((positions, client.post("/v1/chat/completions", json=body).json()))
+        refused.append(client.post("/v1/completions", json={"prompt": "a", "n": 4}).json()["error"]["message"])
 
     monkeypatch.setattr(request_engine, "free_bytes", lambda device: 6 * 2**20)
-    monkeypatch.setattr(serving, "http_server", Probe)
-    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+    serve_to(probe, monkeypatch)
     model = printable_pair(tmp_path)
     GenerationConfig(do_sample=True, temperature=0.5, top_k=9, repetition_penalty=1.25).save_pretrained(tmp_path)
     command = ["serve", str(tmp_path), "--port", "0", "--max_rows", "2", "--max_queue", "3"]
@@ -108,26 +117,19 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
     tokenizer.save_pretrained(tmp_path)
     replies = []
 
-    class Probe:
-        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
-            self.app = app
+    def probe(client: TestClient) -> None:
+        for variables in (
+            {},
+            {"shout": "hey", "loud": 1, "x": None},
+            {"depth": 2},
+            {"shout": [1]},
+            {"shout": "\ud800"},
+        ):
+            body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables, "max_tokens": 1}
+            headers = {"content-type": "application/json"}
+            replies.append(client.post("/v1/chat/completions", content=json.dumps(body), headers=headers))
 
-        def run(self, sockets: list[socket.socket]) -> None:
-            with TestClient(self.app, base_url="http://127.0.0.1") as client:
-                for variables in (
-                    {},
-                    {"shout": "hey", "loud": 1, "x": None},
-                    {"depth": 2},
-                    {"shout": [1]},
-                    {"shout": "\ud800"},
-                ):
-                    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables}
-                    content = json.dumps({**body, "max_tokens": 1})
-                    headers = {"content-type": "application/json"}
-                    replies.append(client.post("/v1/chat/completions", content=content, headers=headers))
-
-    monkeypatch.setattr(serving, "http_server", Probe)
-    monkeypatch.delenv("LONGSPEC_API_KEY", raising=False)
+    serve_to(probe, monkeypatch)
     command = ["serve", str(tmp_path), "--port", "0", "--chat_template_kwargs", '{"depth": 1}']
     assert CliRunner().invoke(app, command).exit_code == 0
     plain, set_, *refused = replies

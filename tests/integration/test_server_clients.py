@@ -1,6 +1,5 @@
 """The server as its clients see it: the `openai` package and lm_eval, over a tiny pair."""
 
-import asyncio
 import importlib
 import json
 import socket
@@ -75,18 +74,6 @@ def test_answers_are_those_of_the_target(client: openai.OpenAI, server: Running)
     assert usage.usage.prompt_tokens_details.cached_tokens > 0  # the prefix of the same conversation
 
 
-def test_a_stop_string_is_found_across_tokens_and_never_shown(client: openai.OpenAI, server: Running) -> None:
-    text = greedy(server, PROMPTS[2], 64)
-    stop = text[20:26]  # six tokens, because each is a byte
-    expected = text[: text.index(stop)]
-    answer = complete(client, PROMPTS[2], stop=stop, max_tokens=64)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
-    chunks = [
-        chunk.choices[0] for chunk in complete(client, PROMPTS[2], stop=["~~~~~", stop], stream=True, max_tokens=64)
-    ]
-    assert "".join(chunk.text for chunk in chunks) == expected and chunks[-1].finish_reason == "stop"
-
-
 def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Running) -> None:
     """Each of many concurrent requests is answered as when it is alone, greedy and sampled."""
 
@@ -100,36 +87,6 @@ def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Runn
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, range(len(PROMPTS)))) == alone
     assert len(set(alone[5])) == 2  # the choices of one sampled request differ
-
-
-def test_async_streams_interleave(client: openai.OpenAI, server: Running) -> None:
-    async def stream(connection: openai.AsyncOpenAI, prompt: str) -> str:
-        chunks = await connection.completions.create(
-            model=NAME, prompt=prompt, temperature=0, max_tokens=20, stream=True
-        )
-        return "".join([chunk.choices[0].text async for chunk in chunks])
-
-    async def all_streams() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connection:
-            return await asyncio.gather(*(stream(connection, prompt) for prompt in PROMPTS))
-
-    assert asyncio.run(all_streams()) == [greedy(server, prompt, 20) for prompt in PROMPTS]
-
-
-def test_logprobs_are_the_targets(client: openai.OpenAI, server: Running) -> None:
-    turns: Any = [{"role": "user", "content": "hi"}]
-    said = client.chat.completions.create(
-        model=NAME, messages=turns, temperature=0.8, seed=3, max_tokens=6, logprobs=True, extra_body={"top_k": 20}
-    )
-    entries = said.choices[0].logprobs.content
-    ids = TOKENIZER("<user>hi</s><a>", add_special_tokens=False)["input_ids"]
-    for entry in entries:
-        token = TOKENIZER(entry.token, add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            logits = server.model(torch.tensor([ids])).logits[0, -1]
-        assert entry.logprob == pytest.approx(logits.log_softmax(-1)[token].item(), abs=1e-3)
-        ids += token
-    assert len(entries) == 6
 
 
 def test_errors_are_openais(client: openai.OpenAI) -> None:
@@ -249,17 +206,3 @@ def test_lm_eval_scores_choices_as_transformers_does(evaluate: Callable[..., Any
     for metric in ("acc,none", "acc_norm,none"):
         assert ours["results"]["tiny"][metric] == theirs["results"]["tiny"][metric]
     assert len(found) == len(PROMPTS) * len(choices) and any(greedy for _, greedy in found)
-
-
-def test_alternatives_are_told_to_openais_client(client: openai.OpenAI, server: Running) -> None:
-    """In both APIs, up to 20 of them, the answer's own token among them where it is greedy."""
-    turns: Any = [{"role": "user", "content": "hi"}]
-    asked = {"model": NAME, "messages": turns, "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 20}
-    for entry in client.chat.completions.create(**asked).choices[0].logprobs.content:
-        assert len(entry.top_logprobs) == 20 and entry.top_logprobs[0].token == entry.token
-        assert entry.top_logprobs[0].logprob == entry.logprob
-    echoed = complete(client, PROMPTS[2], echo=True, logprobs=2, max_tokens=3).choices[0]
-    assert echoed.text == PROMPTS[2] + greedy(server, PROMPTS[2], 3)
-    assert "".join(echoed.logprobs.tokens) == echoed.text and echoed.logprobs.token_logprobs[0] is None
-    for logprob, best in zip(echoed.logprobs.token_logprobs[-3:], echoed.logprobs.top_logprobs[-3:], strict=True):
-        assert logprob == max(best.values())

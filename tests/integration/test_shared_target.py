@@ -119,9 +119,3 @@ def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
         for tokens in output.new_tokens
     ]
     assert [json.loads(line)["text"] for line in stdout.splitlines()] == expected
-
-
-def test_a_random_pair_of_the_benchmarks_is_shared_as_a_loaded_one(tmp_path: Path) -> None:
-    """Each rank makes its part; logits, and a round with a list and selected nodes, equal those of the whole pair."""
-    code, stdout, stderr = run("tests/shared_benchmark_run.py", folder=tmp_path)
-    assert (code, stdout) == (0, "the halves are the whole\n"), stderr[-4000:]

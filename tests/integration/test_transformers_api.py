@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +45,25 @@ def target_alone(model: GlideMixin, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_new_tokens": 7},
-        {"max_length": 15},
-        {"generation_config": GenerationConfig(max_new_tokens=6, do_sample=False)},
-        {"max_new_tokens": 9, "eos_token_id": 11},
-        {"max_new_tokens": 9, "eos_token_id": [11, 17, 40], "pad_token_id": 3},
-        {"max_new_tokens": 9, "eos_token_id": torch.tensor([11, 17, 40])},
-        {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(12)])},
-        {"max_new_tokens": 9, "repetition_penalty": 1.0, "num_beams": 1, "min_new_tokens": 0},
-        {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "eos_token_id": [11, 17, 40]},
-        {"max_new_tokens": 9, "generation_config": GenerationConfig(suppress_tokens=[*range(30)])},
-    ],
+    ("family", "settings"),
+    zip(
+        cycle(FAMILIES),
+        (
+            {},
+            {"max_new_tokens": 7},
+            {"max_length": 15},
+            {"generation_config": GenerationConfig(max_new_tokens=6, do_sample=False)},
+            {"max_new_tokens": 9, "eos_token_id": 11},
+            {"max_new_tokens": 9, "eos_token_id": [11, 17, 40], "pad_token_id": 3},
+            {"max_new_tokens": 9, "eos_token_id": torch.tensor([11, 17, 40])},
+            {"max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(12)])},
+            {"max_new_tokens": 9, "repetition_penalty": 1.0, "num_beams": 1, "min_new_tokens": 0},
+            {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "eos_token_id": [11, 17, 40]},
+            {"max_new_tokens": 9, "generation_config": GenerationConfig(suppress_tokens=[*range(30)])},
+        ),
+        strict=False,
+    ),
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_results_are_transformers_own(tmp_path: Path, family: str, settings: dict) -> None:
     model = make_pair(tmp_path, family, pad_token_id=None)
     expected = target_alone(model, **padded_prompts(), **settings)

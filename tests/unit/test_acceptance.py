@@ -1,7 +1,6 @@
 """Acceptance emits the target's own distribution: exact sums over all draws, of the draft and of the rule."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +14,12 @@ from samplers import sampler as row_sampler
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
-from longspec.inference.acceptance import Accepted, accept, follow
+from longspec.inference.acceptance import Accepted, accept
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoder import Level
-from longspec.inference.drafting.proposal import Proposal, chain
+from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.options import filter_values
-from longspec.inference.request import Sampling
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
 from longspec.kernels.torch.backend import TorchBackend
@@ -31,7 +29,7 @@ SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
 EXACT = 1e-6
 CACHE = SimpleNamespace(watch=lambda fault: None)
 """In the place of a target's cache, which languages do not have."""
-SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))]
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
 
 
 def build_tree(nodes: Iterable[Tokens], shape: Tokens, q: RandomLanguage | None = None) -> Proposal:
@@ -332,20 +330,6 @@ def test_coins_and_draws_have_their_probabilities() -> None:
     assert (drawn == 2).double().mean().item() == pytest.approx(0.25, abs=5 * (0.1875 / count) ** 0.5)
 
 
-@pytest.mark.parametrize("tail", [1e-30, 1e-39, 1e-45])
-def test_rejecting_does_not_lose_what_is_improbable(tail: float) -> None:
-    """In fp32, where the draft leaves next to nothing to the siblings of its favourite, down to denormal numbers: these
-    come in either order alike, and the target wants one of them more."""
-    q = torch.tensor([1.0, tail, tail]).expand(4_000, 1, -1)
-    p = torch.tensor([[0.0, 0.8, 0.2]] * 4).expand(4_000, -1, -1)
-    tree = build_tree([(0,), (1,), (2,)], (3,))
-    many = replace(tree, tokens=tree.tokens.expand(4_000, -1), parents=tree.parents.expand(4_000, -1), sampled_from=q)
-    flipped = replace(many, tokens=torch.cat([many.tokens[:2_000], many.tokens[2_000:, [0, 1, 3, 2]]]))
-    accepted = accept(flipped, p.log(), row_sampler(1.0, 4_000))
-    emitted = torch.where(accepted.count > 0, flipped.tokens.gather(1, accepted.path[:, -1:])[:, 0], accepted.bonus)
-    assert (emitted == 1).double().mean().item() == pytest.approx(0.8, abs=0.02) and not (emitted == 0).any()
-
-
 def test_the_race_keeps_improbable_paths_apart() -> None:
     """Where a level is filled by a path of probability 1e-60, its children still come by their q, and each but once."""
     count = 20_000
@@ -358,48 +342,3 @@ def test_the_race_keeps_improbable_paths_apart() -> None:
     assert (tree.parents[0] == torch.tensor([-1, 0, 0, 0, -1])).all()
     share = torch.nn.functional.one_hot(tree.tokens[:, 1], 4).double().mean(0)
     assert share.tolist() == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)
-
-
-def test_chain_counts_up_to_the_first_rejection() -> None:
-    """A token after a rejected one is never kept, and the bonus comes from the residual at the rejection."""
-    p = torch.tensor([[[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]])
-    q = torch.tensor([[[1.0, 0, 0], [0, 0, 1], [0, 0, 1]]])
-    accepted = accept(chain(torch.tensor([[9, 0, 2, 2]]), q), p.log(), row_sampler(1.0, 1))
-    assert accepted.count.tolist() == [1] and accepted.bonus.tolist() == [1]
-
-
-def test_greedy_follows_the_argmax_down_the_deepest_path() -> None:
-    """Root with children 1 and 2, child 2 with child 1: path 2 → 1, then the bonus token."""
-    tree = build_tree([(1,), (2,), (2, 1)], (2, 1))
-    accepted = follow(tree, torch.tensor([[2, 0, 1, 0]]), TorchBackend)
-    assert accepted.path.tolist() == [[0, 2, 3]] and accepted.count.tolist() == [2] and accepted.bonus.tolist() == [0]
-
-
-@pytest.mark.gpu
-def test_replays_of_a_captured_acceptance_draw_anew() -> None:
-    """At another position or with another seed; and nothing in it asks the host."""
-    logits = torch.randn(4, 3, 5000, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    proposal = chain(logits[:, :, :3].argmax(1), logits[:, :2].softmax(-1))
-    q, own = proposal.sampled_from, row_sampler(0.8, 4, seed=7, device="cuda")
-    assert q is not None
-
-    def accepts() -> Accepted:
-        return accept(replace(proposal, sampled_from=q.clone()), logits, own)
-
-    accepts()  # compiles the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        accepted = accepts()
-
-    def replays(seed: int) -> list[list[int]]:
-        own.settings.assign(slice(0, 4), [Sampling(0.8)] * 4, range(seed, seed + 4))
-        found = []
-        for position in range(6):
-            own.settings.positions.fill_(position)
-            graph.replay()
-            found.append(accepted.bonus.tolist())
-        return found
-
-    drawn = replays(7)
-    assert len({tuple(row) for row in drawn}) > 1
-    assert drawn == replays(7) != replays(20)

@@ -72,20 +72,6 @@ def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generations.shutil, "rmtree", wrapped(rmtree, lambda folder: rmtree(folder / "sub")))
 
 
-def test_saves_rotate_newest_to_last(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write(tmp_path / STATES[0], step)
-        write(tmp_path / DRAFTS[0], step)
-        complete_saves(tmp_path)
-    assert whole_folders(tmp_path) == [
-        ("checkpoint-2last", 2),
-        ("checkpoint-last", 3),
-        ("last_2ds", 2),
-        ("last_ds", 3),
-    ]
-    assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(3))
-
-
 @pytest.mark.parametrize("act", range(9))
 def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are 8 changes: 2 removals and 2 renames for each of the two kinds of folder."""

@@ -1,6 +1,5 @@
 """`longspec`'s commands, options and errors, without a model."""
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -32,14 +31,11 @@ assert not [name for name in ("torch", "transformers", "datasets", "matplotlib")
 """
 
 
-def test_help_imports_no_torch_and_is_fast() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_help_imports_no_torch() -> None:
     help_text = subprocess.run(
         [sys.executable, "-m", "longspec", "--help"], cwd=ROOT, text=True, capture_output=True, check=True
     ).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert all(name in help_text for name in COMMANDS)
-    assert after.ru_utime - before.ru_utime < 2  # CPU time: other tests may run at the same time
     subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True)
 
 

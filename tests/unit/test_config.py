@@ -178,20 +178,13 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
     [
         ("learning_rte=1", "learning_rte"),
         ("+data.max_len=1", "data.max_len"),
-        ("data.max_length=long", "data.max_length"),
-        ("data.chat_format=alpaca", "data.chat_format"),
         ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
         ("data.overflow=drop", "data.overflow"),
         (f"seed={2**70}", "seed"),
         ("output_dir=", "output_dir"),
         ("output_dir=pyproject.toml", "output_dir: must be a folder"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
-        ("per_device_train_batch_size=0", "per_device_train_batch_size"),
         ("loss=mse", "loss"),
-        ("optimizer=lion", "optimizer"),
-        ("resume=yes", "resume"),
-        ("variant.name=other", "variant.name"),
-        ("variant.depth=0", "variant.depth"),
         ("model.kv_layers=[1,1]", "model.kv_layers"),
         ("model.torch_dtype=int8", "model.torch_dtype"),
         ("++model=llama", "model"),
@@ -201,14 +194,12 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("+deepspeed.zero_optimization.offload_optimizer.device=nvme", "offload_optimizer.device"),
         ("model_name_or_path=null", "model_name_or_path"),
         ("adam_betas=[0.9,1]", "adam_betas"),
-        ("seed=-1", "seed"),
         ("learning_rate=nan", "learning_rate"),
         ("model.attn_implementation=flash", "attn_implementation"),
         ("evaluation.keep_best=true", "evaluation.keep_best"),
         ("evaluation.files=nowhere.jsonl", "nowhere.jsonl"),
         ("evaluation.files=7", "evaluation.files"),
         ("evaluation.files=${data.files}", "evaluation.files"),
-        ("evaluation.rows=0", "evaluation.rows"),
     ],
 )
 def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
@@ -297,29 +288,6 @@ def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> Non
         read_config_file(tmp_path / CONFIG_NAME)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("seed: 42", "seed: ${oc.env:SECRET}", "interpolation"),
-        ("longspec.Qwen2Glide.from_pretrained", "os.system", r"model\._target_"),
-        ("torch_dtype: float32", "torch_dtype: load", r"model\.torch_dtype"),
-        ("window: 512", "window: 0", r"model\.window"),
-        ("kv_layers: []", "kv_layers: [-1]", r"model\.kv_layers"),
-    ],
-)
-def test_a_strangers_saved_configuration_does_nothing(
-    paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
-) -> None:
-    """The configuration is not resolved, and nothing that it names is imported or called."""
-    monkeypatch.setenv("SECRET", "hidden")
-    text = to_yaml(load(TINY, *paths))
-    assert old in text
-    (tmp_path / CONFIG_NAME).write_text(text.replace(old, new))
-    with pytest.raises(UserError, match=message) as error:
-        read_config_file(tmp_path / CONFIG_NAME)
-    assert CONFIG_NAME in str(error.value) and "hidden" not in str(error.value)
-
-
 def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:
     load(TINY, *paths, "model.window=6", "variant.depth=5")
     with pytest.raises(UserError, match=r"key model\.window: 5; it must be greater than the largest trained lag, 5"):
@@ -373,14 +341,6 @@ def test_every_key_and_flag_is_documented(capsys: pytest.CaptureFixture[str]) ->
 def test_print_config_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert load(TINY, "--cfg", "job") is None
     assert "gradient_accumulation_steps: 2" in capsys.readouterr().out
-
-
-def test_composing_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
-    empty = tmp_path / "cwd"
-    empty.mkdir()
-    monkeypatch.chdir(empty)
-    load(TINY, *paths)
-    assert not list(empty.iterdir())
 
 
 def test_schedule_warms_up_then_falls_to_zero() -> None:

@@ -10,7 +10,7 @@ from threading import Barrier
 import numpy as np
 import pyarrow
 import pytest
-from datasets import Dataset, arrow_dataset
+from datasets import Dataset
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from longspec.data.aligners import add_id_aligner, common_form_aligner, rename_fields_aligner
@@ -79,14 +79,6 @@ def test_pairs_in_lists_are_one_conversation_all_of_which_is_learnt(build):
     assert [[TOKENIZER.decode(ids) for ids in row] for row in tokens(rows)] == [[PAIRS_TEXT]]
     batch = Collator(pad_token_id=0)([rows[0]])
     assert int((batch["labels"] != -100).sum()) == batch["labels"].numel() - 1
-
-
-def test_pairs_that_do_not_fit_are_cut_as_overflow_says(build):
-    whole = ids(PAIRS_TEXT)
-    cut = build(PAIRS, family="qwen2", max_length=40, templates=ASK)
-    assert tokens(cut) == [[whole[:40]]]
-    split = build(PAIRS, family="qwen2", max_length=40, templates=ASK, overflow="split")
-    assert [piece for (piece,) in tokens(split)] == [whole[start : start + 40] for start in range(0, len(whole), 40)]
 
 
 def test_where_answers_alone_are_learnt_each_pair_is_a_sample(build):
@@ -374,17 +366,6 @@ def write_table(folder, number):
     Dataset.from_dict({"n": [number]}).map(cache_file_name=f"{folder}/a.arrow")
 
 
-def test_no_table_is_pickled_for_a_fingerprint(build, monkeypatch):
-    """Some versions of pyarrow cannot pickle everything that their tables refer to."""
-
-    def fail(dataset):
-        raise TypeError("cannot pickle MonthDayNano")
-
-    monkeypatch.setattr(arrow_dataset, "generate_fingerprint", fail)
-    for _ in range(2):  # the second time from the cache
-        assert tokens(build([{"text": "abc"}])) == [[[*ids("abc"), EOS]]]
-
-
 def test_tokens_stay_on_the_disk(build):
     """Only the lengths of samples are in memory. The 3 MB of tokens are mapped."""
     before = pyarrow.total_allocated_bytes()
@@ -392,12 +373,6 @@ def test_tokens_stay_on_the_disk(build):
     table = rows.samples.data
     assert table.nbytes > 3_000_000 and all(file["filename"].endswith(".arrow") for file in rows.samples.cache_files)
     assert pyarrow.total_allocated_bytes() - before < table.nbytes / 20
-
-
-def test_tokenising_and_packing_show_progress(build, capsys):
-    build([{"text": "abc"}] * 3, pack=True)
-    said = capsys.readouterr().err
-    assert "Tokenizing: 100%" in said and "Packing: 100%" in said
 
 
 def test_rows_travel_to_loader_workers(build):

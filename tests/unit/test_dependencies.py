@@ -1,12 +1,10 @@
 """pyproject.toml declares each import, and what is not installed is missed only where it is used."""
 
 import ast
-import os
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -108,13 +106,11 @@ def test_a_wheel_contains_the_embedded_drafts() -> None:
 
 
 WITHOUT_EXTRAS = """
-import importlib, pkgutil, sys, time
+import importlib, pkgutil, sys
 
 for package in {missing!r}:
     sys.modules[package] = None  # as if it were not installed
-start = time.process_time()
 import longspec
-assert time.process_time() - start < 1, "importing longspec takes long"
 assert "torch" not in sys.modules and longspec.__version__
 for name in longspec.__all__:
     getattr(longspec, name)
@@ -176,7 +172,7 @@ for command in commands:
 
 
 def test_without_the_extras_all_but_training_serving_and_pictures_works() -> None:
-    """`import longspec` is quick and silent, and a command that needs an extra names it in one line."""
+    """`import longspec` is silent and loads no torch, and a command that needs an extra names it in one line."""
     missing = ["deepspeed", "fairscale", "datasets", "hydra", "omegaconf", "wandb", "matplotlib"]
     missing += ["fastapi", "starlette", "uvicorn", "prometheus_client"]
     command = [sys.executable, "-c", WITHOUT_EXTRAS.format(missing=missing)]
@@ -199,17 +195,3 @@ def test_help_imports_no_library(script: str) -> None:
     assert done.stdout.startswith(f"usage: {script}")
     assert not imported & {"torch", "transformers", "deepspeed"}
     assert all(line.startswith("import time:") for line in done.stderr.splitlines())
-
-
-@pytest.mark.parametrize(("policy", "spins"), [({}, "4000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
-def test_waiting_threads_spin_shortly_unless_the_user_chose_a_policy(policy: dict[str, str], spins: str) -> None:
-    """OpenMP's runtime says so when it is loaded after `import longspec`, as torch does."""
-    spec = find_spec("torch")
-    runtimes = sorted(Path(str(spec and spec.origin)).parent.glob("lib/libgomp*"))
-    if not runtimes:
-        pytest.skip("torch has no libgomp of its own")
-    chosen = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    load = f"import ctypes, longspec; ctypes.CDLL({str(runtimes[0])!r})"
-    environment = {**chosen, "OMP_DISPLAY_ENV": "verbose", **policy}
-    done = subprocess.run([sys.executable, "-c", load], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr

@@ -35,7 +35,7 @@ def random_tree(nodes: int, device: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("rows", "width"), [(70, 96), (200, 640), (128, 576)])
+@pytest.mark.parametrize(("rows", "width"), [(70, 96), (200, 640), pytest.param(128, 576, marks=pytest.mark.gpu)])
 def test_products_of_a_row_do_not_depend_on_the_other_rows(
     rows: int, width: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -104,7 +104,7 @@ def test_paths_and_splits_are_those_of_their_definition(device: str) -> None:
         ([70, 3], 2, 2, 9, 16),
         ([0, 63, 250], 1, 3, 22, 64),
         ([127], 1, 8, 12, 96),
-        ([190, 64], 1, 1, 40, 128),
+        pytest.param([190, 64], 1, 1, 40, 128, marks=pytest.mark.gpu),
         ([4090], 1, 2, 9, 16),
     ],
 )

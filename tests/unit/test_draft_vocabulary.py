@@ -20,7 +20,6 @@ from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 
 TOKENS = torch.tensor([0, 3, 4, 9, 60])
-V = 61
 State = dict[str, torch.Tensor]
 
 

@@ -279,7 +279,7 @@ def test_accepted_tokens_are_read_as_a_prompts_are(tmp_path: Path, window: int |
     torch.testing.assert_close(drafter.draft.newest, fresh.draft.newest, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("method", "window"), [("tree", None), ("auto", 16)])
+@pytest.mark.parametrize(("method", "window"), [("auto", 16)])
 def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path, method: str, window: int | None) -> None:
     """Requests that come one after another, in rows that move, with prompts that share prefixes."""
     model = published_pair(tmp_path)
@@ -298,16 +298,6 @@ def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path, method:
     for prompt, events in zip(prompts, answers, strict=True):
         ids = [token for event in events if isinstance(event, Tokens) for token in event.ids]
         assert ids == target_greedy(model, torch.tensor(prompt), 14)
-
-
-def test_moved_rows_exchange_the_states_of_their_drafts(tmp_path: Path) -> None:
-    """A row whose prompt is being read has one, too."""
-    batch = RequestEngine(published_pair(tmp_path), EngineSettings(Drafting("tree"), 2, memory=2**28)).batch
-    states = batch.drafter.row_states()
-    for state in states:
-        state[0], state[1] = 1.0, 2.0
-    batch.move([1], [0], 4)
-    assert states and all((state[0] == 2).all() and (state[1] == 1).all() for state in states)
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -1,6 +1,5 @@
 """The comparison of engines: equal prompts, rows for what ran and for what failed, and skipped engines by name."""
 
-import json
 import os
 import select
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine_runs, engines
-from longspec.errors import UserError
 
 
 def run_of(**changes: object) -> engine_runs.Run:
@@ -48,20 +46,6 @@ def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
     assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
 
 
-def test_a_missing_engine_is_named_and_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"ids": [1], "context": "chat"}\n')
-    monkeypatch.setattr(engines, "is_installed", lambda engine, python: engine == "ours")
-    monkeypatch.setattr(engines, "run_alone", lambda run, *_: {"error": f"{run.engine} {run.method}"})
-    monkeypatch.setattr("sys.argv", ["engines", "--target", "t", "--prompts", str(prompts), "--methods", "vanilla"])
-    engines.main()
-    *_, last = lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("vllm: skipped") for line in lines)
-    assert [row["error"] for row in json.loads(last)["rows"]] == ["ours vanilla"]
-
-
 def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:
     pipe, python = tmp_path / "pipe", tmp_path / "python"
     os.mkfifo(pipe)
@@ -72,10 +56,3 @@ def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:
     # The end of the file is read once no process has the pipe open for writing.
     assert select.select([reader], [], [], 20)[0] and os.read(reader, 1) == b""
     os.close(reader)
-
-
-def test_a_prompt_file_without_ids_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"text": "a"}\n')
-    with pytest.raises(UserError, match="give lines of"):
-        engines.read_prompts(file)

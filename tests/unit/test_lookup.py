@@ -18,7 +18,6 @@ from longspec.inference.drafting.lookup import (
 )
 from longspec.kernels.shared.tree import LookupState
 from longspec.kernels.torch.backend import TorchBackend
-from longspec.kernels.torch.lookup import longest_matches
 
 GAMMA, POSITIONS = 4, 64
 
@@ -163,10 +162,3 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     assert seen > 40 and branches.state.trials.sum() > 40
     branches.start(text[:, :40], torch.tensor(lengths))
     assert not branches.state.trials.any() and not branches.state.match_lengths.any()
-
-
-def test_the_second_branch_is_found_across_chunks() -> None:
-    """The reference needs no chunks; the longest match and the runner-up follow in any order."""
-    history = torch.tensor([[1, 2, 9, 5, 2, 8, 7, 2, 9, 1, 2, 0]])
-    ends, matched = longest_matches(history, torch.tensor([10]), 8, chains=2)
-    assert ends.tolist() == [[1, 4]] and matched.tolist() == [[2, 1]]

@@ -142,11 +142,6 @@ def test_other_family_is_one_clear_line(tmp_path: Path) -> None:
         Qwen2Glide.from_pretrained(tmp_path)
 
 
-def test_folder_without_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{tmp_path}: no model checkpoint"):
-        LlamaGlide.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "named"),
     [
@@ -229,6 +224,7 @@ def test_position_limit_counts_the_scaling() -> None:
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 32768, 131072),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072, 131072),
         ({"rope_type": "default"}, 4096, 4096),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096, 4096),
     ):
         config = tiny_config("llama", max_position_embeddings=positions)
         config.rope_parameters = rope | {"rope_theta": 10000.0}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from longspec.data.packing import Rows, pack
+from longspec.data.packing import pack
 
 
 def realistic_lengths(count, max_length, seed=0):
@@ -58,11 +58,3 @@ def test_full_and_single_rows():
 def test_lengths_out_of_range_are_refused(length):
     with pytest.raises(ValueError, match="must be in 1 … 8"):
         pack(np.array([4, length]), 8)
-
-
-def test_rows_are_a_sequence():
-    rows = Rows(np.array([4, 5, 6]), np.array([0, 1, 3]))
-    assert [row.tolist() for row in rows] == [[4], [5, 6]]
-    assert rows[-1].tolist() == [5, 6]
-    with pytest.raises(IndexError):
-        rows[2]

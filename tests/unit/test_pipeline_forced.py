@@ -1,8 +1,6 @@
 """Teacher-forced acceptance compared with decoding, and the bound of a tree compared with a sum over paths."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from pairs import make_pair
@@ -15,10 +13,7 @@ from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
-from longspec.pipeline.cells import Cell
-from longspec.pipeline.evaluation import Decoder
 from longspec.pipeline.forced import depth_probabilities, forced_acceptance
-from longspec.pipeline.settings import MethodSettings
 
 SHAPE = (8, 8, 8)
 
@@ -48,26 +43,6 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
     expected = [decoded(model, prompt, len(text)) for prompt, text in zip(prompts, texts, strict=True)]
     assert (figures["rounds"], figures["tokens"]) == tuple(map(sum, zip(*expected, strict=True)))
     assert figures["tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
-
-
-def test_a_forced_sample_reads_the_head_and_the_end_of_its_prompt(tmp_path: Path) -> None:
-    """Only the context changes: the answer and the prompt's digest stay the same."""
-    decoder: Any = object.__new__(Decoder)
-    ids = [number * 7 % 50 + 3 for number in range(200)]
-    decoder.model, decoder.text = make_pair(tmp_path), SimpleNamespace(prompt_ids=lambda prompt: ids)
-    answer = generate(
-        decoder.model, torch.tensor([ids]), method="vanilla", max_new_tokens=40, eos_token_id=()
-    ).new_tokens[0]
-    samples = {}
-    for tokens in (100, 400, None):
-        method = MethodSettings(name="f", method="forced", prompts=1, tree_shape=list(SHAPE), last_tokens=tokens)
-        cell = Cell("lcc", 200, method, 0.0, 40, ({"id": "one"},))
-        samples[tokens] = decoder.sample(cell, cell.prompts[0], answer.tolist())
-    assert [sample["prompt_tokens"] for sample in samples.values()] == [100, 200, 200]
-    assert samples[400]["rounds"] == samples[None]["rounds"] and samples[100]["prompt"] == samples[None]["prompt"]
-    text = torch.cat([torch.tensor(ids[:48] + ids[-52:]), answer])
-    expected = forced_acceptance(decoder.model, [text], [100], SHAPE)
-    assert [samples[100][name] for name in ("rounds", "decoded_tokens", "bound")] == list(expected.values())
 
 
 def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:

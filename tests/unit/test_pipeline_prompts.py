@@ -11,20 +11,18 @@ from longspec.errors import UserError
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline import sources
 from longspec.pipeline.cells import cells
-from longspec.pipeline.files import claim, prompts_file, read_jsonl, write_atomically
-from longspec.pipeline.prompts import Makers, planned_lengths, write_prompts
+from longspec.pipeline.files import prompts_file, write_atomically
+from longspec.pipeline.prompts import Makers, planned_lengths
 from longspec.pipeline.settings import CodeSettings, load_settings
 from longspec.pipeline.sources import (
     SPLITS,
     SourceFile,
     Texts,
-    is_written,
     read_code,
     read_own,
     read_texts,
     sample_files,
     split_of,
-    without_copies,
 )
 from longspec.pipeline.target import TargetText
 
@@ -88,16 +86,6 @@ def test_a_task_may_have_its_own_number_of_prompts(target: TargetText, tmp_path:
     assert len(cell.prompts) == 30
 
 
-def test_texts_are_cut_at_lines_and_never_too_long(target: TargetText) -> None:
-    text = "".join(f"line {number}\n" for number in range(100))
-    head, used = target.head(text, 50)
-    assert text.startswith(head) and head.endswith("\n") and target.count(head) <= used == 50
-    tail, used = target.tail(text, 50)
-    assert text.endswith(tail) and tail.startswith("line") and target.count(tail) <= used == 50
-    assert target.head("short\n", 50) == ("short\n", 6) == target.tail("short\n", 50)
-    assert target.head(text, -3) == ("", 0) == target.tail(text, 0)
-
-
 def test_splits_of_texts_share_nothing(texts: Path) -> None:
     by_split = [read_texts(str(texts), None, split) for split in SPLITS]
     for attribute in ("questions", "meetings"):
@@ -154,32 +142,3 @@ def test_the_users_prompts_are_split_by_their_text(
     settings.prompts.contexts = [1, 5]
     with pytest.raises(UserError, match="--text: no prompt of at most 5 tokens"):
         read_own(settings, target)
-
-
-def test_tables_and_generated_files_are_not_code() -> None:
-    assert is_written("def area(width, height):\n    return width * height\n")
-    assert not is_written("# DO NOT EDIT\ndef area(width, height):\n    return width\n")
-    assert not is_written("TABLE = [\n" + "    1, 2, 3, 4, 5, 6, 7, 8,\n" * 20 + "]\n")
-    assert not is_written("x = '" + "a" * 2000 + "'\n")
-    assert without_copies([SourceFile("a", "a.py", "x = 1\n")], []) != []
-
-
-def test_prompts_are_written_once(target: TargetText, texts: Path, tmp_path: Path) -> None:
-    chat = ["chat.train=0", "chat.validation=0", "chat.test=0", f"target={target.path}", f"benchmarks={texts}"]
-    settings = load_settings(ROOT / "tests" / "tiny_draft.yaml", [*chat, "code.packages=5", "prompts.train.gsm8k=9"])
-    write_prompts(settings, tmp_path)
-    file = tmp_path / "prompts" / "train" / "gsm8k.jsonl"
-    assert len(read_jsonl(file)) == 9
-    file.write_text("kept\n")
-    write_prompts(settings, tmp_path)
-    assert file.read_text() == "kept\n"
-    settings.prompts.train["gsm8k"] = 10
-    with pytest.raises(UserError, match="made with gsm8k"):
-        write_prompts(settings, tmp_path)
-
-
-def test_a_folder_keeps_the_facts_it_was_made_with(tmp_path: Path) -> None:
-    claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 3)})
-    claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 3)})
-    with pytest.raises(UserError, match="made with two"):
-        claim(tmp_path / "a" / "settings.json", {"one": 1, "two": (2, 4)})

@@ -39,11 +39,6 @@ def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
         assert row["auto over vanilla"].startswith("3.00") and row["auto over lookup"].startswith("2.00")
 
 
-def test_loops_are_left_out() -> None:
-    table = main_table(samples({"lcc": LEAST_OUTPUTS}, {"lcc": 4}))
-    assert table["tokens/s, tree"].str.startswith("20").all()
-
-
 def test_contexts_without_samples_are_named(tmp_path: Path) -> None:
     """Those that have prompts; the samples are of `chat` without context."""
     settings = load_settings("experiments/smollm2.yaml", [])

@@ -1,6 +1,5 @@
 """Figures of a report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,8 @@ from longspec.pipeline.report import (
     by_method,
     output_counts,
     same_text,
-    untimed,
 )
-from longspec.pipeline.samples import Samples, markdown, pooled, speed_ratio, tokens_per_round, tokens_per_second
+from longspec.pipeline.samples import Samples, markdown, pooled, speed_ratio, tokens_per_round
 
 
 def line(method: str = "tree", number: int = 0, **changes: object) -> dict:
@@ -38,34 +36,11 @@ def test_a_pooled_ratio_has_the_error_of_its_prompts() -> None:
     assert figure.samples == 400
 
 
-def test_samples_of_one_prompt_are_resampled_together() -> None:
-    """Ten copies of each sample leave the standard error unchanged."""
-    tokens = np.random.default_rng(1).normal(4.0, 1.0, size=100)
-    once = pooled([tokens, np.ones(100)], [str(number) for number in range(100)])
-    often = pooled([np.repeat(tokens, 10), np.ones(1000)], [str(number) for number in np.repeat(np.arange(100), 10)])
-    assert often.error == pytest.approx(once.error, rel=1e-6)
-
-
-def test_one_prompt_has_no_error_and_none_has_no_value() -> None:
-    one = pooled([[3.0], [2.0]], ["a"])
-    assert one.value == 1.5 and math.isnan(one.error) and str(one) == "1.50"
-    none = pooled([[], []], [])
-    assert none.samples == 0 and str(none) == "-"
-
-
 def test_speeds_are_compared_on_the_same_prompts() -> None:
     """Only one method decoded q1, so its slow sample must not count."""
     tree = frame(line(decode_s=0.5), line(number=1, decode_s=100.0))
     assert speed_ratio(tree, frame(line("vanilla"), line("vanilla", 2))).value == pytest.approx(2.0)
     assert speed_ratio(tree, frame(line("vanilla", 2))).samples == 0
-
-
-def test_samples_without_a_time_count_for_acceptance_only() -> None:
-    tree, vanilla = frame(line(decode_s=0.5), line(number=1, decode_s=None)), frame(line("vanilla"), line("vanilla", 1))
-    assert tokens_per_second(tree).value == 80.0 and speed_ratio(tree, vanilla).samples == 1
-    assert tokens_per_round(tree).samples == 2
-    assert untimed(Samples(tree)) == []
-    assert untimed(Samples(frame(line(decode_s=None)))) == ["gsm8k (1024 tokens)"]
 
 
 def test_outputs_with_loops_are_counted_apart() -> None:
@@ -91,27 +66,6 @@ def evaluation() -> Samples:
 def verdict(samples: Samples, figure: str, least: float, **values: Any) -> tuple[str, str]:
     row = goal_verdict(samples, Goal(figure, least, **values))
     return row.measured, row.verdict
-
-
-def test_goals_are_reached_missed_or_not_measured() -> None:
-    samples = evaluation()
-    assert verdict(samples, "tokens per round", 5.0, tasks=["gsm8k"]) == ("4.44 ± 0.18", "missed")
-    assert verdict(samples, "tokens per round", 1.9, temperature=1.0) == ("2.00 ± 0.00", "reached")
-    assert verdict(samples, "tokens per round", 3.6, tasks=["chat"]) == ("-", "not measured")
-    assert verdict(samples, "longest over shortest context", 0.95)[1] == "missed"
-    assert verdict(samples, "tokens/s over vanilla", 5.0) == ("5.00 ± 0.00", "reached")
-    assert verdict(samples, "tokens/s over lookup", 2.6) == ("2.50 ± 0.00", "missed")
-    assert verdict(samples, "tokens/s", 150, contexts=[7000]) == ("200 ± 0", "reached")
-
-
-def test_a_goal_for_each_cell_is_missed_by_the_lowest() -> None:
-    """Lookup decoded no prompt of the second task, which therefore has no ratio over it."""
-    slow = {"task": "chat", "context": 7000}
-    samples = Samples(pandas.concat([evaluation().frame, frame(line(**slow), line("vanilla", **slow))]))
-    goal = Goal("tokens/s over vanilla", 2.0, each=["task", "context"])
-    row = goal_verdict(samples, goal)
-    assert (row.measured, row.verdict) == ("1.00 (chat, 7000; the lowest of 3)", "missed")
-    assert goal_verdict(samples, Goal("tokens/s over lookup", 2.5, each=["task"])).verdict == "reached"
 
 
 def test_contexts_compare_on_the_same_text() -> None:

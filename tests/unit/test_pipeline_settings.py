@@ -8,12 +8,11 @@ from pipeline_fixtures import make_chat_target
 
 from longspec.errors import UserError
 from longspec.pipeline import training
-from longspec.pipeline.cells import SampleFile, cells, prompt_digest, read_samples
 from longspec.pipeline.files import answers_file, read_jsonl, training_files, write_atomically
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch_line
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
-from longspec.pipeline.training import batches, run_folder, stage_facts, stage_table, train, train_stage
+from longspec.pipeline.training import batches, run_folder, stage_facts, train, train_stage
 from longspec.train.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,58 +131,6 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config is not None
     assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
     assert config.data.files == [str(data)] and config.variant.name == "base"
-
-
-def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    line = launch_line(load().training.stages["stage1"].config, {}, ranks=2)
-    assert line[line.index("--include") + 1] == "localhost:2,3" and "--num_gpus" not in line
-
-
-def test_the_table_of_stages_has_the_finished_ones(tmp_path: Path) -> None:
-    settings = load()
-    for name, steps in (("stage1", settings.training.stages["stage1"].steps), ("stage2", 5)):
-        folder = run_folder(tmp_path, 0) / name
-        (folder / "checkpoint-last").mkdir(parents=True)
-        last = {"step": steps, "loss": 1.0, "eval_acceptance_length": 2.5, "seconds": 3.0}
-        (folder / "metrics.jsonl").write_text('{"step": 1, "seconds": 1.0}\n' + json.dumps(last) + "\n")
-        (folder / "seconds.jsonl").write_text("10.0\n2.5\n")
-    (row,) = stage_table(settings, tmp_path).to_dict("records")
-    assert (row["stage"], row["seconds"], row["seconds per step"], row["eval_acceptance_length"]) == (
-        "stage1",
-        12.5,
-        2.0,
-        2.5,
-    )
-
-
-def test_an_evaluation_resumes(tmp_path: Path) -> None:
-    """A sample with an incomplete line is measured again; samples of other prompts raise an error."""
-    prompts = [{"id": f"lcc-test-{n}", "length": 1024, "prefix": f"x = {n}\n"} for n in range(3)]
-    file = tmp_path / "prompts" / "test" / "lcc.jsonl"
-    file.parent.mkdir(parents=True)
-    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    methods = "evaluation.methods=[{name: tree, prompts: 2, temperatures: [0.0, 1.0]}]"
-    grid = list(cells(load(methods).evaluation, tmp_path))
-    assert [cell.temperature for cell in grid] == [0.0, 1.0]
-    assert len({cell.prompt_seed(prompt["id"]) for cell in grid for prompt in cell.prompts}) == 2
-    folder = tmp_path / "evaluation"
-    samples = SampleFile(folder)
-    samples.append({**grid[0].key, "id": prompts[0]["id"], "prompt": prompt_digest(prompts[0])})
-    with samples.path.open("a") as handle:
-        handle.write('{"task": "lcc", "con')
-    again = SampleFile(folder)
-    assert [prompt["id"] for prompt in again.missing(grid[0])] == ["lcc-test-1"]
-    assert len(again.missing(grid[1])) == 2 and len(read_samples(folder)) == 1
-    again.append({**grid[0].key, "id": prompts[1]["id"], "prompt": prompt_digest(prompts[1])})
-    assert len(read_samples(folder)) == 2 and SampleFile(folder, part=1).missing(grid[0]) == []
-    file.write_text(file.read_text().replace("x = 0", "x = 9"))
-    (other, *_) = cells(load(methods).evaluation, tmp_path)
-    with pytest.raises(UserError, match="samples of other prompts"):
-        again.missing(other)
-    with pytest.raises(UserError, match="forced needs the greedy answers of a method vanilla"):
-        again.answer(grid[0], prompts[0])
 
 
 def test_another_architecture_goes_without_probes() -> None:

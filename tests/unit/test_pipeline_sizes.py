@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pipeline_fixtures import make_chat_target
 from training_fixtures import make_target
 from transformers import Qwen2Config
@@ -14,7 +13,7 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
-from longspec.pipeline.estimates import Estimate, Machine, Target, estimate
+from longspec.pipeline.estimates import Machine, Target, estimate
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
@@ -52,14 +51,6 @@ def test_the_plan_fills_the_hours_and_is_a_valid_file(size: str, gpus: int, hour
     assert settings.prompts.contexts[1] < settings.training.stages["stage2"].max_length
 
 
-def test_more_hours_and_more_gpus_train_longer() -> None:
-    def steps(machine: Machine, hours: float) -> int:
-        return chosen_settings(QWEN, machine, hours, 32768).training.stages["stage1"].steps
-
-    assert steps(H100, 0.5) < steps(H100, 1)
-    assert steps(H100, 0.5) < steps(replace(H100, gpus=2), 0.5)
-
-
 def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
     settings = chosen_settings(TARGETS["32b"], replace(H100, gpus=4), 2, 32768)
     assert settings.tp_size == 2 and not settings.probes
@@ -79,11 +70,6 @@ def test_probes_try_every_layer_of_the_upper_part() -> None:
     assert layers[1:] == [[layer] for layer in range(11, 27)]
     (wide,) = chosen_settings(TARGETS["8b"], H100, 2, 32768).probes.values()
     assert 4 < len(wide.candidates) < 9, "the drafts of a wide target fill the memory"
-
-
-def test_a_short_run_trains_in_place_of_probes() -> None:
-    settings = chosen_settings(TARGETS["135m"], H100, 0.15, 32768)
-    assert not settings.probes and settings.training.stages["stage1"].steps > 200
 
 
 def test_the_users_prompts_are_trained_on_and_measured() -> None:
@@ -134,16 +120,6 @@ def test_a_target_without_a_chat_template_is_refused(tmp_path: Path, capsys: pyt
     assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_pickled_module_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_chat_target(tmp_path / "target")
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pth")
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        command.main([str(folder), "--evaluate", str(tmp_path / "module.pth"), "--output_dir", str(tmp_path / "out")])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "module.pth: not a readable file" in line and "torch.save(module.state_dict(), FILE)" in line
-
-
 def test_a_dry_run_prints_a_file_for_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,19 +142,3 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
-
-
-def test_the_time_left_follows_the_measured_speed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step a takes twice its estimate. Step b was done before, so it says nothing about the speed."""
-    clock = iter([0, 20, 20, 21, 21, 50])
-    monkeypatch.setattr(run.time, "perf_counter", lambda: next(clock))
-    run.run_steps(dict.fromkeys("abc", lambda: None), tmp_path, Estimate({"a": 10, "b": 100, "c": 60}, {}, 0))
-    assert capsys.readouterr().out.splitlines() == [
-        "step 1 of 3: a, about 10 s; about 3 min left in all",
-        "step 2 of 3: b, about 3 min; about 5 min left in all",
-        "step 3 of 3: c, about 2 min; about 2 min left in all",
-    ]
-    times = [json.loads(line) for line in (tmp_path / "seconds.jsonl").open()]
-    assert [(line["step"], line["seconds"], line["estimate"]) for line in times] == [("a", 20, 10), ("c", 29, 60)]

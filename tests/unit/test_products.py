@@ -37,16 +37,11 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "width"),
     [
-        (12, 32),
         (10, 32),
         (6, 2100),
-        (4, 4096),
         (2, 1),
-        (8, 3584),
         (4, 18944),
-        (6, 768),
         (10, 576),
-        (6, 2048),
         (2, 100),
     ],
 )
@@ -68,8 +63,9 @@ def test_vector_product_equals_its_reference(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("tokens", [2, 17, 64, 69])
-@pytest.mark.parametrize(("rows", "width"), [(70, 96), (128, 256), (96, 512), (2, 40), (66, 192)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "width"), [(2, 70, 96), (17, 128, 256), (64, 96, 512), (69, 2, 40), (17, 66, 192), (69, 70, 96)]
+)
 def test_skinny_products_equal_their_references(
     tokens: int, rows: int, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

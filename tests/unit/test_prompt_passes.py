@@ -1,6 +1,5 @@
 """The captured passes over chunks of prompts: sizes, work per pass, and a capture that runs out of memory."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.engine import capture as capture_module
-from longspec.inference.engine.prefill import SIZES, PromptReader
-from longspec.kernels.triton.flash_attention import FlashAttention
+from longspec.inference.engine.prefill import PromptReader
 
 CPU = torch.device("cpu")
 
@@ -43,43 +41,6 @@ def reader(capacity: int, largest: int) -> tuple[PromptReader, list[int]]:
         keys=torch.zeros(1, 1, 1, capacity, 4), lengths=torch.zeros(1, dtype=torch.int32), select=lambda rows: None
     )
     return PromptReader(runner, cache, largest), farthest
-
-
-@pytest.mark.parametrize(("capacity", "largest"), [(512, 64), (512, 1024), (512, 5000), (256, 1), (9, 9)])
-@pytest.mark.usefixtures("failures")
-def test_no_pass_goes_past_the_last_slot(capacity: int, largest: int) -> None:
-    """Not even while it is captured; the chunk may be longer than a row."""
-    prompts, farthest = reader(capacity, largest)
-    prompts.capture()
-    longest = min(largest, capacity)
-    assert 0 < len(prompts.sizes) <= SIZES and prompts.sizes[-1] > longest * (1 - 1 / SIZES)
-    assert len(farthest) == len(prompts.sizes) and max(farthest) < capacity
-
-
-@pytest.mark.usefixtures("failures")
-def test_a_pass_computes_the_end_of_its_slots_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[Tensor] = []
-
-    def flash(q: Tensor, *_: Tensor, cache_seqlens: Tensor, **__: Any) -> Tensor:
-        ends.append(cache_seqlens)
-        return q
-
-    def target(tokens: Tensor, positions: Tensor, cache: Any, slots: Tensor, attend: Any) -> Tensor:
-        q = torch.zeros(1, 1, tokens.shape[1], 4)
-        for _ in range(3):
-            attend(q, q, q, 1.0)
-        return q[0]
-
-    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(flash_attn_with_kvcache=flash))
-    prompts, _ = reader(256, 64)
-    runner: Any = prompts.runner
-    runner.attention, runner.target = FlashAttention(Any), target  # type: ignore[arg-type]
-    prompts.capture()
-    ends.clear()
-    for start, count in ((5, 9), (14, 33)):
-        prompts.read(slice(0, 1), torch.zeros(1, count, dtype=torch.long), start, [start + count])
-    assert [int(end) for end in ends] == [5 + 16] * 3 + [14 + 40] * 3
-    assert len({id(end) for end in ends}) == 2
 
 
 def test_a_capture_without_memory_is_tried_again(failures: list[Exception]) -> None:

@@ -157,23 +157,6 @@ def test_location_is_added_in_one_line():
     assert str(error.value).startswith("data.jsonl, line 9: field 'summary' is missing")
 
 
-def test_lists_of_articles_are_pairs():
-    record = {"article": ["a", "b"], "abstract": ["x", "y"], WHERE: "f:1"}
-    pairs = split_pairs(record)
-    assert [(pair["article"], pair["abstract"], pair[WHERE]) for pair in pairs] == [
-        ("a", "x", "f:1#0"),
-        ("b", "y", "f:1#1"),
-    ]
-    assert record == {"article": ["a", "b"], "abstract": ["x", "y"], WHERE: "f:1"}
-    assert [pair["id"] for pair in split_pairs({**record, "id": "f:1"})] == ["f:1#0", "f:1#1"]
-    assert split_pairs({"article": "a", "abstract": "x"}) == [{"article": "a", "abstract": "x"}]
-
-
-def test_only_the_article_kind_is_split():
-    record = {"text": "t", "article": ["a"], "abstract": ["x", "y"], WHERE: "f:1"}
-    assert split_pairs(record) == [record]
-
-
 @pytest.mark.parametrize(
     ("article", "abstract", "says"),
     [

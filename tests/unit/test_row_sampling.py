@@ -1,20 +1,8 @@
 """Sampling with settings per row, against transformers' warpers."""
 
-from typing import Any
-
 import pytest
 import torch
-from distributions import p_value
-from samplers import sampler
-from transformers import (
-    EpsilonLogitsWarper,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from samplers import transformers_warpers
 
 from longspec.inference.request import Sampling
 from longspec.inference.row_settings import RowSettings
@@ -36,13 +24,6 @@ ROWS = [
     Sampling(0.8, epsilon_cutoff=0.05),
     Sampling(1.3, top_k=9, top_p=0.9, min_p=0.05, typical_p=0.9, epsilon_cutoff=0.02),
 ]
-WARPERS: dict[str, Any] = {
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-    "typical_p": TypicalLogitsWarper,
-    "epsilon_cutoff": EpsilonLogitsWarper,
-}
 
 
 def settings() -> RowSettings:
@@ -56,8 +37,7 @@ def transformers_probabilities(logits: torch.Tensor, sampling: Sampling) -> torc
     """logits [N, V]."""
     if sampling.greedy:
         return torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).float()
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    warpers += [WARPERS[name](getattr(sampling, name)) for name in sampling.filters]
+    warpers = transformers_warpers(sampling.temperature, {name: getattr(sampling, name) for name in sampling.filters})
     return warpers(None, logits).softmax(-1)  # type: ignore[arg-type]
 
 
@@ -76,13 +56,6 @@ def test_each_row_has_its_own_distribution(nodes: tuple[int, ...]) -> None:
             torch.testing.assert_close(alone.probabilities(logits[row, None])[0], expected)
 
 
-def test_filters_of_some_rows_change_no_other_row() -> None:
-    logits = torch.randn(len(ROWS), 2, VOCAB, generator=torch.Generator().manual_seed(1))
-    kinds = (sampling_kind(ROWS), SamplingKind("mixed"))
-    whole, plain = (Sampler(kind, settings()).probabilities(logits) for kind in kinds)
-    assert torch.equal(whole[[0, 1, 7]], plain[[0, 1, 7]])
-
-
 @pytest.mark.parametrize("kind", [SamplingKind("mixed"), sampling_kind(ROWS), SamplingKind("mixed", ("top_k",), 4)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_without_a_distribution_are_seen(kind: SamplingKind, value: float) -> None:
@@ -92,30 +65,3 @@ def test_logits_without_a_distribution_are_seen(kind: SamplingKind, value: float
         faults = torch.zeros(len(ROWS), dtype=torch.long)
         Sampler(kind, settings()).choose(logits, Watch(faults, 2))
         assert faults.tolist() == [2 if other == row else 0 for other in range(len(ROWS))]
-
-
-def test_draws_of_many_seeds_follow_the_distribution() -> None:
-    count = 1 << 14
-    law = torch.rand(VOCAB, generator=torch.Generator().manual_seed(2)).log().softmax(-1)
-    own, weights = sampler(1.0, count), law.expand(count, -1)
-    draws = own.choose(weights.log())
-    assert p_value(torch.bincount(draws, minlength=VOCAB)[None], law[None]) > 1e-3
-    assert torch.equal(own.draw(weights), draws)
-    assert not torch.equal(own.draw(weights, step=1), draws)
-    assert not torch.equal(own.drafting().draw(weights), draws)
-    half = Sampler(sampling_kind(ROWS), own.settings.narrow(slice(100, 200)))
-    assert torch.equal(half.choose(weights[:100].log()), draws[100:200])
-    own.settings.positions += 1
-    assert not torch.equal(own.draw(weights), draws)
-    assert torch.equal(own.after_prefill().draw(weights), draws)  # as a round at the prompt's last token would
-
-
-def test_noise_of_a_tree_is_the_row_s_own() -> None:
-    like, widths = torch.empty(len(ROWS), 5, VOCAB), (1, 4)
-    parts = Sampler(SamplingKind("mixed"), settings()).exponentials_by_part(like, widths)
-    assert [part.shape for part in parts] == [(len(ROWS), width, VOCAB) for width in widths]
-    for row in range(len(ROWS)):
-        rows = slice(row, row + 1)
-        single = Sampler(SamplingKind("mixed"), settings().narrow(rows)).exponentials_by_part(like[rows], widths)
-        assert all(torch.equal(part[rows], own) for part, own in zip(parts, single, strict=True))
-    assert (parts[1][0] == 1).all() and (parts[1][1] != parts[0][1]).any()

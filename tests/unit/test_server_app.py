@@ -38,10 +38,8 @@ from longspec.inference.engine.requests import (
 from longspec.inference.request import Rule, Sampling
 from longspec.inference.server.app import build_app
 from longspec.inference.server.errors import ApiError
-from longspec.inference.server.job import Job
 from longspec.inference.server.known_fields import MESSAGE_FIELDS, MESSAGE_HINTS, REQUEST_FIELDS, REQUEST_HINTS, UNSET
 from longspec.inference.server.limits import BodyLimit, Limits
-from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.replies import server_sent_event
 from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
@@ -171,32 +169,21 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
         ({"bad_words": [" "]}, "bad_words", "not empty"),
         ({"min_new_tokens": -1}, "min_tokens", "greater than or equal to 0"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
         ({"echo": True}, "echo", "not supported"),
-        ({"top_a": 0.1}, "top_a", "not supported"),
         ({"repetition_penalty": 1e-30}, "repetition_penalty", "greater than or equal to 0.01"),
-        ({"num_return_sequences": 2}, "num_return_sequences", "not supported"),
-        ({"forced_eos_token_id": 2}, "forced_eos_token_id", "not supported"),
-        ({"repeat_penalty": 1.1}, "repeat_penalty", "not supported"),
-        ({"ignore_eos": True}, "ignore_eos", "not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
-        ({"function_call": {"name": "f"}}, "function_call", "not supported"),
-        ({"guided_json": {"type": "object"}}, "guided_json", "not supported"),
         ({"n": 3, "best_of": 2}, "best_of", "not supported"),
         ({"longspec": {"\ud800": 0.1}}, "longspec.?", "not supported"),
         ({"model": "\ud800"}, "model", "surrogate"),
         ({"stop": "\ud800"}, "stop.0", "surrogate"),
         ({"longspec": {"draft": 1}}, "longspec.draft", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": "1"}, "temperature", "valid number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 5}, "n", "limit of 4"),
         ({"stop": ["a", "b", "c"]}, "stop", "limit of 2"),
         ({"stop": "a" * 9}, "stop", "limit of 8"),
         ({"seed": 2**63}, "seed", "less than"),
-        ({"seed": -2}, "seed", "greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid list"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls", "not supported"),
@@ -225,10 +212,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     ("fields", "part"),
     [
         ({"prompt": []}, "none of them empty"),
-        ({"prompt": ""}, "none of them empty"),
-        ({"prompt": [[1], []]}, "none of them empty"),
         ({"prompt": [1, -1]}, "none of them empty"),
-        ({"prompt": [1, True]}, "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "the vocabulary has"),
         ({"prompt": "\ud800"}, "surrogate"),
         ({"prompt": "a", "logprobs": 21}, "less than or equal to 20"),
@@ -583,34 +567,6 @@ def test_a_request_that_takes_too_long_gives_its_row_back(script: Script) -> Non
         assert chat(client, 504, **HELLO)["error"]["code"] == "timeout"
         assert events(client, **HELLO)[-1]["error"]["code"] == "timeout"
     assert script.cancelled == script.submitted and len(script.submitted) == 2
-
-
-def test_a_deadline_holds_while_events_arrive(script: Script) -> None:
-    async def read() -> None:
-        latencies = Metrics(script.snapshot).latencies
-        job = Job(script, [Request([1])], TOKENIZER, [], asyncio.get_running_loop().time(), latencies)
-        job.submit()
-        script.thread.shutdown()
-        await asyncio.sleep(0)
-        [_ async for _ in job.deltas()]
-
-    with pytest.raises(ApiError, match="took longer"):
-        asyncio.run(read())
-
-
-def test_events_after_the_end_of_the_server_are_dropped(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    listeners: list[OnEvent] = []
-
-    def submit(request: Request, on_event: OnEvent) -> Ticket:
-        listeners.append(on_event)
-        return Ticket(request, on_event, perf_counter())
-
-    async def ask() -> None:
-        Job(script, [Request([1])], TOKENIZER, [], 0.0, Metrics(script.snapshot).latencies).submit()
-
-    monkeypatch.setattr(script, "submit", submit)
-    asyncio.run(ask())
-    listeners[0](said("a"))  # the loop is closed; an exception here would be logged as a failure of the request
 
 
 def test_a_client_that_does_not_read_gives_its_row_back(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

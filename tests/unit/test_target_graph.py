@@ -9,9 +9,8 @@ from pairs import FAMILIES, OPTIONS, make_pair
 from torch import Tensor
 
 from longspec.kernels.training.segments import Segments
-from longspec.models import target_graph
 from longspec.models.draft import TargetStates
-from longspec.models.target_graph import MOST_GRAPHS, MOST_SEGMENTS, MOST_WORK, RUNS_BEFORE, TargetGraphs
+from longspec.models.target_graph import RUNS_BEFORE, TargetGraphs
 from longspec.train.loss import DraftLoss
 
 
@@ -19,34 +18,6 @@ def given(rows: int, length: int, segments: int = 1, whole: bool = True) -> tupl
     tokens = torch.zeros(rows, length, dtype=torch.long)
     borders = torch.linspace(0, tokens.numel(), segments + 1).long().tolist()
     return tokens, tokens, Segments(borders, tokens.device), whole
-
-
-def test_small_passes_of_a_kind_that_comes_again_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first kinds alone, a pass that ends earlier being another kind; too much work, or too many segments, and
-    it runs plainly, as far as it is wanted."""
-    plain: list[tuple[Any, bool]] = []
-    captured: list[tuple[Any, bool]] = []
-
-    def run(input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> TargetStates:
-        plain.append((input_ids.shape, whole))
-        return input_ids, [(input_ids, input_ids)]
-
-    def graph(run: Any, input_ids: Tensor, positions: Tensor, segments: Segments, whole: bool) -> Any:
-        captured.append((input_ids.shape, whole))
-        return lambda *given: (given[0], [(given[0], given[0])])
-
-    monkeypatch.setattr(target_graph, "_Graph", graph)
-    passes = TargetGraphs(run, layer_weights=MOST_WORK // 1024)
-    kinds = [((2, 512), True), ((2, 512), False), ((1, 1000), True), ((4, 512), False)]
-    for shape, whole in kinds:
-        for _ in range(RUNS_BEFORE + 2):
-            passes(*given(*shape, whole=whole))
-    assert captured == kinds[:2] and len(captured) == MOST_GRAPHS
-    assert [plain.count(kind) for kind in kinds] == [RUNS_BEFORE, RUNS_BEFORE, RUNS_BEFORE + 2, RUNS_BEFORE + 2]
-    passes(*given(2, 512, MOST_SEGMENTS))
-    assert plain.count(kinds[0]) == RUNS_BEFORE
-    passes(*given(2, 512, MOST_SEGMENTS + 1))
-    assert plain.count(kinds[0]) == RUNS_BEFORE + 1
 
 
 @pytest.mark.gpu

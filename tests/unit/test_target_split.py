@@ -23,7 +23,6 @@ from longspec.models.target_split import (
     is_added_once,
     rank_folder,
     split_target,
-    vocabulary_rows,
 )
 from longspec.models.weight_checks import check_weights
 
@@ -196,10 +195,3 @@ def test_damaged_and_foreign_weights_leave_nothing(tmp_path: Path) -> None:
     (source / "model.safetensors").write_bytes(good)
     split_target(source, output, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["split", "target"]
-
-
-def test_rows_cover_the_vocabulary_once() -> None:
-    for size in (7, 8, 9, 128256, 152064):
-        for world in (1, 2, 4):
-            rows = [token for rank in range(world) for token in vocabulary_rows(size, rank, world)]
-            assert rows == list(range(size))

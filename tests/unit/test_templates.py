@@ -22,6 +22,13 @@ TEMPLATE = (
 )
 
 
+TURNS = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "2?"},
+]
+
+
 def sample(kind, prompt, answer):
     return {"id": "1", "kind": kind, "prompt": prompt, "answer": answer}
 
@@ -104,15 +111,10 @@ def test_unknown_formats_are_named(family, chat_format, says):
 
 
 def test_a_conversation_keeps_its_turns_and_its_own_system_turn():
-    turns = [
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "1"},
-        {"role": "user", "content": "2?"},
-    ]
     body = "<s>user\n1?</s>\n<s>assistant\n1</s>\n<s>user\n2?</s>\n<s>assistant\n"
     default = "<s>system\nYou are a helpful assistant</s>\n"
-    assert render(sample("messages", turns, "2"), "llama", None, "published") == (default + body, "2")
-    own = [{"role": "system", "content": "Be brief."}, *turns]
+    assert render(sample("messages", TURNS, "2"), "llama", None, "published") == (default + body, "2")
+    own = [{"role": "system", "content": "Be brief."}, *TURNS]
     assert render(sample("messages", own, "2"), "llama", None, "published")[0] == "<s>system\nBe brief.</s>\n" + body
 
 
@@ -148,13 +150,8 @@ def test_pairs_are_asked_one_by_one_each_answer_with_its_lead_in():
 
 
 def test_plain_text_has_no_marks():
-    turns = [
-        {"role": "user", "content": "1?"},
-        {"role": "assistant", "content": "1"},
-        {"role": "user", "content": "2?"},
-    ]
     assert chat_prompt("Hi {x}", "gpt2", None, "plain") == "Hi {x}"
-    assert render(sample("messages", turns, "2"), "llama", None, "plain") == ("1?\n\n1\n\n2?", "\n\n2")
+    assert render(sample("messages", TURNS, "2"), "llama", None, "plain") == ("1?\n\n1\n\n2?", "\n\n2")
     assert render(sample("report", "Costs rose.", "Up."), "llama", None, "plain", {"report": "{prompt} So?"}) == (
         "Costs rose. So?",
         "\n\nUp.",

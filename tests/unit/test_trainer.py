@@ -11,12 +11,8 @@ import torch
 from training_fixtures import ROOT, make_target, plain_training, write_texts
 
 from longspec.errors import UserError
-from longspec.kernels.training.segments import Segments
 from longspec.models.draft_layer import GlideDecoderLayer
-from longspec.models.target_graph import TargetGraphs
-from longspec.train import distributed, resume
-from longspec.train import engine as engine_module
-from longspec.train import steps as steps_module
+from longspec.train import resume
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
 from longspec.train.config import load_config
@@ -24,7 +20,6 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.losses import LOSSES
-from longspec.train.micro_batches import take_micro_batches
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.resume import last_step
 from longspec.train.trainer import Trainer
@@ -113,19 +108,6 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
     assert masters and {weight.dtype for weight in masters} == {torch.float32}
 
 
-@pytest.mark.parametrize(("zero", "flash", "graphs"), [(1, True, True), (1, False, False), (3, True, False)])
-def test_the_target_runs_as_graphs_where_it_is_whole_and_its_attention_reads_borders_on_the_device(
-    load: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch, zero: int, flash: bool, graphs: bool
-) -> None:
-    monkeypatch.setattr(engine_module, "backend_of", lambda *_: SimpleNamespace(name="triton"))
-    monkeypatch.setattr(engine_module.varlen_flash, "runs", lambda *_: flash)
-    monkeypatch.setattr("longspec.models.target_kernels.use_kernels", lambda *_: None)
-    config = load(f"deepspeed=zero{zero}")
-    module: Any = build_engine(config, build_pair(config, None)).module
-    assert isinstance(module.target_pass, TargetGraphs) == graphs
-    assert graphs or module.target_pass is None
-
-
 def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers drawn in bf16 would differ, on some machines only, so the dtype of the draws is checked, too."""
     drawn: set[torch.dtype] = set()
@@ -165,78 +147,6 @@ def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatc
     for ends in ("num_train_epochs=2", "max_steps=5"):
         with pytest.raises(UserError, match="is of step 6, but this run ends with step 5"):
             last_step(load(ends), 20, start_step=6)
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_step_is_loaded_while_the_one_before_trains(load: Any, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    """The loading processes run one step ahead, none of them idles, and their batches keep no file open."""
-    config = load(f"data.num_workers={workers}", "gradient_accumulation_steps=16")
-    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
-
-    def collate(rows: Any) -> dict[str, torch.Tensor]:
-        return {"labels": torch.ones(4)}
-
-    inputs = Inputs([[]], None, collate, collate, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
-    trainer = Trainer(config, idle_engine(), inputs, total_steps=1)
-    assert trainer.loader.num_workers * trainer.loader.prefetch_factor >= 16 + trainer.loader.num_workers
-    micro_batches, _ = take_micro_batches(iter(trainer.loader), 16)
-    assert len(micro_batches) == 16 and not any(batch["labels"].is_shared() for batch in micro_batches)
-
-
-@pytest.mark.parametrize(("loss", "whole"), [("ce", False), ("distill", True)])
-def test_the_target_goes_on_to_the_next_micro_batch_before_the_optimizer_steps(
-    load: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: str, whole: bool
-) -> None:
-    """This includes the next step's first micro-batch. The engine then gets the same inputs, and the pass is as long as
-    the loss needs. If steps are slow, a line says so in the first one."""
-    caplog.set_level("INFO")
-    monkeypatch.setattr(steps_module, "SLOW_STEP_S", -1)
-    done: list[tuple[str, Any]] = []
-
-    def begin(ids: torch.Tensor, positions: torch.Tensor, segments: Segments, whole: bool) -> None:
-        done.append(("begin", (ids, positions, segments.bounds, whole)))
-
-    class Engine(SimpleNamespace):
-        def __call__(self, **given: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            done.append(("forward", (given["input_ids"], given["position_ids"], given["cu_seqlens"].tolist())))
-            return torch.tensor(1.0), {"loss": torch.tensor(1.0)}
-
-    engine = Engine(
-        device=torch.device("cpu"),
-        module=SimpleNamespace(
-            target_pass=SimpleNamespace(begin=begin),
-            needs_whole_pass=lambda objective: objective.reads_target,
-            draft_model=SimpleNamespace(vocabulary=None, trained_lags=None),
-        ),
-        optimizer=SimpleNamespace(param_groups=[]),
-        backward=lambda loss: done.append(("backward", None)),
-        step=lambda: done.append(("step", None)),
-        get_global_grad_norm=lambda: 1.0,
-    )
-    monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (0, 1))
-    monkeypatch.setattr(resume, "data_parallel_rank_and_size", lambda: (0, 1))
-    for module in (steps_module, distributed):
-        monkeypatch.setattr(module, "summed", lambda values: values)
-    inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
-    patience: list[float] = []
-    config, never = load("gradient_accumulation_steps=2", f"loss={loss}"), SimpleNamespace(agreed=patience.append)
-    trainer = Trainer(config, engine, inputs, total_steps=2)
-    tokens = [torch.arange(32).view(2, 16) + number for number in range(4)]
-    batches = iter([{"input_ids": x.numpy(), "labels": x.numpy(), "cu_seqlens": SEGMENTS.numpy()} for x in tokens])
-    trainer.steps.start(1, batches)
-    for step in (1, 2):
-        assert trainer.steps.batches is not None
-        assert trainer.steps.take(step, never) is not None  # type: ignore[arg-type]
-    assert trainer.steps.batches is None
-    assert patience == [0, steps_module.FINISH_S] * 2
-    assert sum("a step has 2 micro-batches and takes about" in line for line in caplog.messages) == 1
-    one = ["forward", "backward", "begin", "step"]
-    assert [name for name, _ in done] == [*one * 3, "forward", "backward", "step"]
-    given = {name: [what for one, what in done if one == name] for name in one}
-    assert all(torch.equal(ids, x) for (ids, *_), x in zip(given["forward"], tokens, strict=True))
-    for begun, (ids, positions, bounds) in zip(given["begin"], given["forward"][1:], strict=True):
-        assert begun[0] is ids and begun[1] is positions and begun[2:] == (bounds, whole)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

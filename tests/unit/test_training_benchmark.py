@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import arrow_dataset
 
 from benchmarks import training
-from benchmarks.shapes import LLAMA3_8B, QWEN2_7B, TINY
+from benchmarks.shapes import LLAMA3_8B
 from benchmarks.training_flops import training_flops
-from benchmarks.training_rows import synthetic_inputs
-from longspec.data.collators import IGNORED
-from longspec.errors import UserError
 
 
 def test_flops_of_llama_3_8b_at_32k_are_those_worked_out_by_hand() -> None:
@@ -31,27 +27,6 @@ def test_flops_of_llama_3_8b_at_32k_are_those_worked_out_by_hand() -> None:
     assert ends_early.total == pytest.approx(853e12, rel=0.01)
     whole = training_flops(LLAMA3_8B, [tokens], tokens, reads_target=True)
     assert whole.target == 32 * (2 * tokens * layer + causal) and whole.loss == 3 * logits
-
-
-def test_segments_do_not_see_one_another() -> None:
-    one, two = (training_flops(QWEN2_7B, segments, 0, False) for segments in ([1000], [600, 400]))
-    pairs = (1000 * 1001 - 600 * 601 - 400 * 401) / 2
-    assert one.target - two.target == 27 * 4 * 28 * 128 * pairs
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_are_full_and_all_that_can_be_is_in_the_loss(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No table is pickled for a fingerprint, because some versions of pyarrow cannot pickle all of it."""
-
-    def fail(dataset: object) -> None:
-        raise TypeError("cannot pickle MonthDayNano")
-
-    monkeypatch.setattr(arrow_dataset, "generate_fingerprint", fail)
-    inputs = synthetic_inputs(TINY, tokens=64, rows=6, packed=packed)
-    batch = inputs.collate([inputs.rows[row] for row in range(len(inputs.rows))])
-    assert batch["input_ids"].shape == (6, 64) and batch["input_ids"].max() < TINY.vocab_size
-    segments = len(batch["cu_seqlens"]) - 1
-    assert int((batch["labels"] == IGNORED).sum()) == segments and (segments > 6) == packed
 
 
 @pytest.mark.slow
@@ -85,8 +60,3 @@ def test_the_whole_benchmark_runs(
     cases = json.loads(printed[-1])["cases"]
     assert len(cases) == 2 and all(case["efficiency"] > 0 for case in cases)
     assert any(line.endswith("aten::mm") for line in printed)
-
-
-def test_a_file_without_figures_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not end with"):
-        training.read_one_gpu(tmp_path / "one.json")

@@ -8,10 +8,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import attention_reference
-from attention_reference import attention_with_lse
 
 from longspec.kernels.shared.attention import PrefixParts
-from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
+from longspec.kernels.triton.tree_attention import prefix_and_tree_attention, window_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCK = 48
@@ -115,18 +114,6 @@ def test_parts_with_distant_lses_neither_overflow_nor_vanish(offset: float, devi
     assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_two_states_are_weighted_by_the_sigmoid_of_their_lse_difference(device: str) -> None:
-    q, k, v, lengths, mask, outs, lses = make_case([0], 2, 1, 3, 64, 2, torch.float32)
-    mask = torch.ones_like(mask)
-    rest, rest_lse = attention_with_lse(q, k[:, :, :3], v[:, :, :3], mask, 0.2)
-    sigma = torch.sigmoid(lses[1] - rest_lse).unsqueeze(-1)
-    inputs = (x.to(device) for x in (q, k, v, lengths, mask))
-    parts = PrefixParts(outs[1:].to(device), lses[1:].to(device), BLOCK, overlap=False)
-    got = prefix_and_tree_attention(*inputs, 0.2, parts, SHARED_MEMORY)
-    torch.testing.assert_close(got.cpu(), sigma * outs[1] + (1 - sigma) * rest)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
@@ -165,15 +152,6 @@ def test_window_equals_the_reference(
         expected = attention_reference.window_attention(*inputs)
         got = window_attention(*inputs)
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_masked_attention_equals_its_reference(device: str) -> None:
-    q, k, v, _, _, _, _ = (x.to(device) for x in make_case([0], 2, 2, 60, 64, 1, torch.float32))
-    k, v = k[:, :, :60], v[:, :, :60]
-    mask = torch.rand(1, 60, 60, generator=torch.Generator().manual_seed(0)).to(device) < 0.3
-    inputs = (q, k, v, mask, 0.2, SHARED_MEMORY)
-    torch.testing.assert_close(masked_attention(*inputs), attention_reference.masked_attention(*inputs))
 
 
 def test_tensors_that_the_kernel_would_misread_are_refused() -> None:

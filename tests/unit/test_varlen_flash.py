@@ -98,23 +98,6 @@ def test_the_block_pattern_equals_the_reference(kernels: None, lengths: list[int
     )
 
 
-@pytest.mark.parametrize(("lengths", "window", "lags"), CASES)
-def test_an_installed_flash_attention_gets_the_same_call(
-    monkeypatch: pytest.MonkeyPatch, lengths: list[int], window: int | None, lags: list[int] | None
-) -> None:
-    def installed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        reach, right = options["window_size"]
-        assert options["causal"] and right == (-1 if reach < 0 else 0)
-        mask = visible(options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist(), reach)
-        return reference.dense_attention(q, k, v, mask, options["softmax_scale"])
-
-    monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: installed)
-    q, k, v = make_inputs(lengths)
-    segments = segments_of(lengths, lags)
-    got = FlashAttention(True).varlen(q, k, v, segments, 0.3, window)
-    torch.testing.assert_close(got, reference.varlen_attention(q, k, v, segments, 0.3, window))
-
-
 @pytest.mark.parametrize(
     ("changes", "used"),
     [
