@@ -5,6 +5,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,19 @@ def test_calls_that_fail_or_hang_do_not_stop_the_others(tmp_path: Path, monkeypa
 
     module._run_in_forks([fail, signal.pause, (tmp_path / "first").touch, (tmp_path / "second").touch], 2)
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+def test_kernels_are_compiled_once_with_their_launchers_and_all_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations, launchers, taken = module._Compilations(), [], []
+    monkeypatch.setattr(module, "_run_in_forks", lambda calls, count: [call() for call in calls])
+    active = SimpleNamespace(launcher_cls=lambda src, _: launchers.append(src))
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    numbers = range(module.FEW_KERNELS + 2)
+    for number in (*numbers, 0):
+        kernel = SimpleNamespace(src=number, metadata=None)
+        compilations.submit(str(number), lambda kernel=kernel: kernel, taken.append)
+    compilations.finish()
+    assert launchers == [kernel.src for kernel in taken] == list(numbers)
 
 
 NEEDS_MODE = pytest.mark.skipif(module.active_mode is None, reason="this Triton compiles one kernel at a time")

@@ -9,11 +9,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 try:
@@ -56,11 +58,17 @@ class _Compilations:
 
     def finish(self) -> None:
         """Compile everything."""
-        calls = [compile_kernel for compile_kernel, _ in self.waiting.values()]
+        calls = [partial(_compile_with_launcher, compile_kernel) for compile_kernel, _ in self.waiting.values()]
         if len(calls) > FEW_KERNELS:
             _run_in_forks(calls, min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(calls)))
         for compile_kernel, finalize in self.waiting.values():
             finalize(compile_kernel())
+
+
+def _compile_with_launcher(compile_kernel: Callable[[], Any]) -> None:
+    """Compile a kernel and its launcher, which is C code up to Triton 3.6 and else compiled by the first launch."""
+    kernel = compile_kernel()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def _run_in_forks(calls: Sequence[Callable[[], Any]], count: int) -> None:

@@ -1,0 +1,121 @@
+"""Where `auto` wins: its speed next to that of each fixed method, by batch size, context and temperature.
+
+`python -m benchmarks.auto_map --model PAIR --prompts FILE.jsonl` prints a table, writes a picture, and prints one JSON
+line. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, as in `benchmarks.engines`. A batch decodes
+prompts of one context at a time; all rows generate the same number of tokens. tokens/s is that of decoding.
+"""
+
+import argparse
+import gc
+import json
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.engines import read_prompts
+from benchmarks.picture import draw_map
+from benchmarks.tables import markdown
+from longspec.cli.options import PairOptions
+from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
+from longspec.errors import reports_user_errors
+from longspec.inference.device import device_name
+from longspec.inference.methods import AUTO
+
+FIXED: dict[str, dict[str, Any]] = {
+    "vanilla": {"method": "vanilla"},
+    "lookup": {"method": "lookup", "gamma": 15},
+    "tree 16": {"method": "tree", "tree_nodes": 16},
+    "tree 32": {"method": "tree", "tree_nodes": 32},
+    "tree 69": {"method": "tree"},
+}
+METHODS = {**FIXED, AUTO: {"method": AUTO}}
+WARM_UP_TOKENS = 16
+SEED = 0
+
+
+@reports_user_errors
+def main() -> None:
+    options = parse_options()
+    prompts = read_prompts(options.prompts)
+    pair = open_pair(PairOptions(options.model, options.draft, dtype=options.dtype), AUTO)
+    cells = [
+        (temperature, context, batch)
+        for temperature in options.temperatures
+        for context in prompts
+        for batch in options.batches
+        if batch * max(map(len, prompts[context])) <= options.most_tokens
+    ]
+    rows = []
+    for temperature, context, batch in tqdm(cells, unit="cell"):
+        chosen = list(islice(cycle(prompts[context]), batch * options.repeats))
+        speeds = cell_speeds(pair, chosen, batch, options.tokens, temperature)
+        rows.append({"temperature": temperature, "context": context, "batch": batch} | speeds)
+        tqdm.write(json.dumps(rows[-1]))
+    print(table(rows))
+    if options.picture:
+        draw_map(rows, options.picture, f"{options.model}, {device_name(pair.model.device)}")
+    settings = json.loads(json.dumps(vars(options), default=str))
+    facts = {"device": device_name(pair.model.device), "config": settings}
+    print(json.dumps({"benchmark": "auto_map", "rows": rows} | facts), flush=True)
+
+
+def cell_speeds(
+    pair: LoadedPair, prompts: Sequence[list[int]], batch: int, tokens: int, temperature: float
+) -> dict[str, Any]:
+    """tokens/s of each method over batches of the prompts, and what `auto` is relative to vanilla and to the best.
+
+    The methods take turns at each batch.
+    """
+    decoded = dict.fromkeys(METHODS, 0)
+    seconds = dict.fromkeys(METHODS, 0.0)
+    batches = [list(prompts[start : start + batch]) for start in range(0, len(prompts), batch)]
+    for settings in METHODS.values():
+        pair.generate(batches[0], SamplingOptions(WARM_UP_TOKENS, temperature), eos_token_id=(), seed=SEED, **settings)
+    for number, own in enumerate(batches):
+        for name, settings in METHODS.items():
+            sampling = SamplingOptions(tokens, temperature)
+            stats = pair.generate(own, sampling, eos_token_id=(), seed=SEED + number, **settings).stats
+            decoded[name] += stats.decoded_tokens
+            seconds[name] += stats.decode_s
+    gc.collect()
+    torch.cuda.empty_cache()
+    speeds = {name: decoded[name] / seconds[name] for name in METHODS}
+    best = max(FIXED, key=lambda name: speeds[name])
+    ratios = {"over_vanilla": speeds[AUTO] / speeds["vanilla"], "over_best": speeds[AUTO] / speeds[best]}
+    return {"tokens_per_s": speeds, "best": best} | ratios
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One row per cell."""
+    header = ["T", "context", "batch", *METHODS, "best fixed", "auto over vanilla", "auto over best"]
+    cells = [
+        [f"{row['temperature']:g}", row["context"], str(row["batch"])]
+        + [f"{row['tokens_per_s'][name]:.0f}" for name in METHODS]
+        + [row["best"], f"{row['over_vanilla']:.2f}", f"{row['over_best']:.2f}"]
+        for row in rows
+    ]
+    return markdown(header, cells)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, help="name, folder or hub id of the pair's target")
+    add("--draft", help="default: the pair's own")
+    add("--prompts", type=Path, required=True)
+    add("--dtype", default="bfloat16")
+    add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    add("--tokens", type=int, default=128, help="new tokens per answer")
+    add("--repeats", type=int, default=2, help="batches per cell")
+    add("--most_tokens", type=int, default=300_000, help="cells with more prompt tokens are left out")
+    add("--picture", type=Path, help="PNG to write")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
