@@ -103,6 +103,7 @@ def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch, t
     overrides = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/a.jsonl"]
     given = ["train", "tiny_glide_stage1_sinkpi-slicing", *overrides, "--dry_run", "--num_gpus"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for visible, ranks, expected in (
         ("4, 6,7", "2", "--include localhost:4,6"),
         ("5", "1", "--include localhost:5"),

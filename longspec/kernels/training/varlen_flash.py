@@ -104,7 +104,7 @@ class FlashAttention(PaddedAttention):
         # FlashAttention counts the window back from the newest visible key, which is `lag` back.
         reach = -1 if window is None else window - segments.lags[0]
         if flash is None:
-            return _forward(q, *_visible(k, v, segments), segments, scale, reach)[0]
+            return _TorchFlash.apply(q, *_visible(k, v, segments), segments, scale, reach)
         return _run(flash, q, k, v, segments, scale, reach)
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -172,38 +172,48 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """FlashAttention-2 as torch builds it, with segments and windows, which scaled_dot_product_attention does not pass.
 
-    k, v: the visible keys; reach as in `_run`. Returns the output [N, H, D], which is differentiable; the natural-log
-    LSE, fp32 [H, N], +inf for a query that sees no key; and two tensors for `_backward`.
+    k, v: the visible keys; reach as in `_run`. Returns the output [N, H, D], the natural-log LSE, fp32 [H, N], +inf for
+    a query that sees no key, and two tensors for `_backward`.
     """
     dropout, causal, return_debug_mask = 0.0, True, False
-    left, right = (None, None) if reach < 0 else (reach, 0)
     inputs = (q, k, v, *_sizes(segments), dropout, causal, return_debug_mask)
-    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    return torch.ops.aten._flash_attention_forward(*inputs, **options)[:4]
+    return torch.ops.aten._flash_attention_forward(*inputs, **_options(scale, reach))[:4]
 
 
 def _backward(
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    state: Sequence[Tensor],
-    segments: Segments,
-    scale: float,
+    upstream: Tensor, saved: Sequence[Tensor], segments: Segments, scale: float, reach: int = -1
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, where the weight of a key is exp(score - lse) and `out` is the output of all keys.
 
-    state: the two tensors from `_forward`.
+    saved: q, k, v, out, lse and the two tensors from `_forward`.
     """
     dropout, causal = 0.0, True
-    inputs = (upstream.contiguous(), q, k, v, out, lse, *_sizes(segments), dropout, causal, *state)
-    return torch.ops.aten._flash_attention_backward(*inputs, scale=scale)
+    inputs = (upstream.contiguous(), *saved[:5], *_sizes(segments), dropout, causal, *saved[5:])
+    return torch.ops.aten._flash_attention_backward(*inputs, **_options(scale, reach))
 
 
 def _sizes(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
     return segments.query_bounds, segments.keys.bounds, segments.longest, segments.keys.longest
+
+
+def _options(scale: float, reach: int) -> dict[str, Any]:
+    left, right = (None, None) if reach < 0 else (reach, 0)
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+
+
+class _TorchFlash(torch.autograd.Function):
+    """`_forward` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int) -> Tensor:
+        out, lse, *state = _forward(q, k, v, segments, scale, reach)
+        ctx.save_for_backward(q, k, v, out, lse, *state)
+        ctx.call = segments, scale, reach
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_backward(upstream, ctx.saved_tensors, *ctx.call), None, None, None
 
 
 class _BlockFlash(torch.autograd.Function):
@@ -245,7 +255,8 @@ class _BlockFlash(torch.autograd.Function):
         segments, scale = ctx.segments, ctx.scale
         rows = segments.keys.rows
 
-        dq, far_dk, far_dv = _backward(upstream, q, *_visible(k, v, segments), out, lse, state, segments, scale)
+        saved = (q, *_visible(k, v, segments), out, lse, *state)
+        dq, far_dk, far_dv = _backward(upstream, saved, segments, scale)
         dq = dq.to(lse.dtype)
         # Gradients of the far part; the near part is added below.
         dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
