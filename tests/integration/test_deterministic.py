@@ -112,7 +112,8 @@ def served(model: GlideMixin, prompts: list[list[int]], mode: dict[str, Any]) ->
     drafting = Drafting(options.pop("method"), **options)
     settings = EngineSettings(drafting, 3, memory=2**30, prefill_chunk=96, attention=DETERMINISTIC)
     engine = RequestEngine(model, settings)
-    engine.prepare(captures=False)
+    with torch.no_grad():
+        engine.batch.measure()  # without `prepare`, each kind of round is captured when it is first played
     answers: list[list[int]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
 

@@ -44,7 +44,7 @@ class GlideDraft(DraftDecoder):
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Fill the window with the last W tokens of each prompt, and the head; see `DraftDecoder.start`."""
+        """Fill the window with the last W tokens of each prompt, and the head; see `RowState.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.keys.zero_()
         self.cache.values.zero_()

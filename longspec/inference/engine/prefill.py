@@ -28,7 +28,7 @@ SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 
 Feed = Callable[[slice, Tensor, Tensor, Tensor, Tensor], None]
-"""(rows, tokens, positions, valid, states): see `DraftState.feed_prompt`."""
+"""(rows, tokens, positions, valid, states): see `RowState.feed_prompt`."""
 
 
 class PromptReader:
@@ -180,7 +180,7 @@ class DraftStarter:
             self._passes[row]()
 
     def feed(self, rows: slice, *chunk: Tensor) -> None:
-        """Feed a chunk of the prompts of some consecutive rows; see `DraftState.feed_prompt`."""
+        """Feed a chunk of the prompts of some consecutive rows; see `RowState.feed_prompt`."""
         self._part(rows).feed_prompt(*chunk)
 
     def _part(self, rows: slice) -> DraftState:

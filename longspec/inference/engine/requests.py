@@ -167,7 +167,7 @@ class Ticket:
     failure: str = ""
     """Why `on_event` failed; the request then ends with reason "error"."""
 
-    prompt: np.ndarray = field(init=False)
+    prompt: np.ndarray = field(init=False, repr=False)
     """int64 [P]; set with its row."""
     reads_alone: bool = False
     """Whether its prompt is not read together with others: to be scored, or because such a pass has failed."""
