@@ -132,7 +132,7 @@ def release(model: GlideMixin) -> int:
 
 def release_all() -> None:
     """Free the idle batches of all models."""
-    with _lock:
+    with _lock:  # other threads add models
         models = list(_idle)
     for model in models:
         release(model)

@@ -195,7 +195,9 @@ def _first_undamaged(folders: list[Path]) -> tuple[tuple[Path, Progress] | None,
     """The first undamaged folder with its progress, and the problems of those before it."""
     problems: list[str] = []
     for folder in folders:
-        if (problem := damage(folder)) is None:
-            return (folder, marker_of(folder).progress), problems
-        problems.append(problem)
+        problem = damage(folder)
+        saved = None if problem else read_marker(folder)
+        if saved is not None:
+            return (folder, saved.progress), problems
+        problems.append(problem or f"{folder} is no longer readable")
     return None, problems

@@ -6,7 +6,7 @@ up to i - lag, which is plain causal attention between the queries from offset `
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -99,22 +99,25 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None, bl
     if block == 1 and (reach is None or length <= reach + 1):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
-    def attend(first: int, first_key: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(first: int, first_key: int, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> Tensor:
         query = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
-        key = torch.arange(first_key, first_key + k.shape[2], device=q.device)
+        keys = torch.cat(list(k), 2)
+        key = torch.arange(first_key, first_key + keys.shape[2], device=q.device)
         mask = key // block <= query // block
         if reach is not None:
             mask &= key >= query - reach
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return F.scaled_dot_product_attention(q, keys, torch.cat(list(v), 2), attn_mask=mask, scale=scale)
 
     run = attend
     if reach is None and length > CHUNK:
         run = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    # Chunks are whole blocks. Split once, because the gradient of each slice is as large as that of the whole.
+    keys, values = k.split(CHUNK, 2), v.split(CHUNK, 2)
     chunks = []
-    # Chunks are whole blocks.
-    for first in range(0, length, CHUNK):
-        end, first_key = first + CHUNK, 0 if reach is None else max(0, first - reach)
-        chunks.append(run(first, first_key, q[:, :, first:end], k[:, :, first_key:end], v[:, :, first_key:end]))
+    for last, queries in enumerate(q.split(CHUNK, 2)):
+        first = 0 if reach is None else max(0, last * CHUNK - reach) // CHUNK
+        seen = slice(first, last + 1)
+        chunks.append(run(last * CHUNK, first * CHUNK, queries, keys[seen], values[seen]))
     return torch.cat(chunks, 2)
 
 

@@ -74,17 +74,17 @@ def _compile_with_launcher(compile_kernel: Callable[[], Any]) -> None:
 def _run_in_forks(calls: Sequence[Callable[[], Any]], count: int) -> None:
     """Run calls in this many processes. They only warm a cache, so it does not matter whether they fail."""
     running: set[int] = set()
-    numbers, end_of_numbers = os.pipe()  # a process that is free takes the next number
-    os.write(end_of_numbers, b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(calls))))
-    os.close(end_of_numbers)
     with warnings.catch_warnings(), suppress(OSError):
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads exist; the forks use none of their locks
+        numbers, end_of_numbers = os.pipe()  # a process that is free takes the next number
+        os.write(end_of_numbers, b"".join(number.to_bytes(NUMBER_BYTES) for number in range(len(calls))))
+        os.close(end_of_numbers)
         for _ in range(count):
             process = os.fork()
             if process == 0:
                 _run_and_exit(calls, numbers)
             running.add(process)
-    os.close(numbers)
+        os.close(numbers)
     end = time.monotonic() + PATIENCE_S
     while running:
         if time.monotonic() > end:
