@@ -230,6 +230,7 @@ def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
     """The draft that the method needs, or that the options name anyway, in which case it is checked as well."""
     if options.method in GLIDE_METHODS:
         if pair.draft is None:
-            raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; give its path")
+            advice = "give its path, or a pair with --model_name"
+            raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; {advice}")
         return pair.draft
     return pair.draft if options.method == AUTO else options.draft

@@ -117,7 +117,7 @@ def _unknown_key(key: str) -> UserError:
     similar = same_name or difflib.get_close_matches(key, known)
     # A key is a better suggestion than the section that holds it.
     suggestions = [name for name in similar if not any(other.startswith(f"{name}.") for other in similar)]
-    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "--cfg job prints all keys"
+    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "docs/config.md lists all keys"
     return UserError(f"config key {key}: no such key; {hint}")
 
 

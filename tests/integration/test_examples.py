@@ -36,7 +36,7 @@ def test_own_prompts(
     (tmp_path / "prompts.txt").write_text("one\n\ntwo two\n")
     given = (tmp_path / "prompts.txt", "--model", pair, "--max_new_tokens", 6)
     lines = run("own_prompts.py", *given, monkeypatch=monkeypatch, capsys=capsys)
-    assert lines[0].startswith("vanilla: ") and lines[1].startswith("tree: ")
+    assert lines[0].startswith("vanilla: ") and lines[1].startswith("auto: ")
     assert sum(line.startswith("-> ") for line in lines) == 2 and any("two two" in line for line in lines)
 
 

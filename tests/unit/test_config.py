@@ -211,7 +211,7 @@ def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("foo=1", "config key foo: no such key; --cfg job prints all keys"),
+        ("foo=1", "config key foo: no such key; docs/config.md lists all keys"),
         ("++learning_rat=1", "config key learning_rat: no such key; did you mean learning_rate?"),
         ("window=64", "config key window: no such key; did you mean model.window?"),
         ("model.windw=64", "config key model.windw: no such key; did you mean model.window?"),
