@@ -45,7 +45,7 @@ class StopSignals:
         """at_once: whether the first signal raises SystemExit(exit_code(received)) in the main thread.
 
         The attribute may be changed inside the context: true while a model loads, false once there is work to save.
-        note: what rank 0 adds to the name of the signal, on stderr, if it ends at once; None for no line.
+        note: text that rank 0 prints to stderr after the name of a signal that ends it at once; None prints nothing.
         """
         self.at_once = at_once
         self._note = note
