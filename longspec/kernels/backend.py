@@ -140,8 +140,8 @@ class Backend(Protocol):
         the children of one parent, in their order, are draws from its q without replacement, for any number of
         children.
 
-        above: node numbers of the last level. logits [B, n, V]: at each node of that level; divided by temperature,
-        fp64 [B], where None is 1.
+        above: node numbers of the last level. logits [B, n, V]: at each node of that level or, without draws, at its
+        first n nodes, which alone get children; divided by temperature, fp64 [B], where None is 1.
 
         ids: LongTensor [B, C], the token of each column of logits and noise [B, n, C]; None if columns are tokens.
         Columns with a logit other than -inf have distinct tokens. q is then 0 for tokens without a column.

@@ -47,7 +47,8 @@ def _grow_most_probable(
     # The `width` best of a level are among the `width` best of each parent, which are far fewer than n x V.
     per_parent = min(width, logits.shape[-1])
     best, token = log_p.topk(per_parent, dim=-1)
-    score, index = (tree.scores[:, above, None] + best).flatten(1).topk(width, dim=-1)
+    scores = tree.scores[:, above][:, : logits.shape[1], None]
+    score, index = (scores + best).flatten(1).topk(width, dim=-1)
     tree.enter_level(above, index // per_parent, token.flatten(1).gather(1, index), score, exists=score > -torch.inf)
 
 
