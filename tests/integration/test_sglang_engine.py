@@ -16,8 +16,9 @@ from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file
 
 RUN = Path(__file__).parents[1] / "sglang_run.py"
-VOCABULARY = 64
+VOCABULARY = 128  # two GPUs split multiples of this without padding
 OPTIONS = DraftOptions(window=32, kv_layers=(1,), target_feature=True)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,15 @@ def answers(pair: tuple[str, str], calls: list[Any], speculates: bool, **further
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("further", [{}, {"max_total_tokens": 700}, {"disable_cuda_graph": True}])
+@pytest.mark.parametrize(
+    "further",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"max_total_tokens": 700}, id="few slots"),
+        pytest.param({"disable_cuda_graph": True}, id="no graphs"),
+        pytest.param({"tp_size": 2}, id="two gpus", marks=TWO_GPUS),
+    ],
+)
 def test_greedy_answers_are_those_without_speculation(pair: tuple[str, str], further: dict[str, Any]) -> None:
     """With shared prefixes, prefill in chunks, batches of unlike lengths and too few slots for all of them."""
     generator = torch.Generator().manual_seed(0)
