@@ -40,9 +40,9 @@ class GlideAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: Any) -> None:
         """Complete and check the options. A wrong one ends the process with one line."""
-        set_default_tree(server_args)
-        _handle_eagle_family(server_args)
         try:
+            set_default_tree(server_args)
+            _handle_eagle_family(server_args)
             check_server(server_args, server_args.get_model_config().hf_config)
         except UserError as error:
             raise SystemExit(f"error: {error}") from None
@@ -71,8 +71,13 @@ def triton_attention(original: Callable[..., str], server_args: Any, *args: Any,
 
 def register_glide() -> None:
     """Register the algorithm, the two functions that must not read the draft as a model, and the default attention."""
-    register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=GlideAlgorithm)
-    register(worker_class)
+
+    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=GlideAlgorithm)
+    def worker_class(server_args: Any) -> type:
+        from longspec.sglang.worker import GlideWorker  # where a GPU is used
+
+        return GlideWorker
+
     hooks = {
         "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias": keep_algorithm,
         "sglang.srt.model_executor.model_runner.ModelRunner._build_model_config": one_draft_layer,
@@ -80,10 +85,3 @@ def register_glide() -> None:
     }
     for function, hook in hooks.items():
         HookRegistry.register(function, hook, HookType.AROUND)
-
-
-def worker_class(server_args: Any) -> type:
-    """The class of the worker, imported where a GPU is used."""
-    from longspec.sglang.worker import GlideWorker
-
-    return GlideWorker
