@@ -11,7 +11,7 @@ imported by those modules; `longspec` itself never imports it.
 | `greedy_round` | the whole of a greedy round on tensors alone |
 | `drafter` | one pass over the tree's levels, on tensors alone, and the draft's own keys by KV slot |
 | `draft_model` | the layer with the target's embedding, head and rotary table |
-| `paged` | our attention kernel for paged keys, also in SGLang's verification |
+| `paged` | our attention kernel in SGLang's verification |
 | `large_batches` | the tree of each batch size |
 | `graphs` | CUDA graphs by batch size |
 """

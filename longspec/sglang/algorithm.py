@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.arg_groups.speculative_hook import _handle_eagle_family
-from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -27,16 +26,15 @@ class GlideAlgorithm(CustomSpecAlgo):
     def has_draft_kv(self) -> bool:
         return False
 
-    # The next three are called on every algorithm but are not part of CustomSpecAlgo.
+    # SGLang calls the next three on every algorithm, but CustomSpecAlgo lacks them.
+    create_future_map = SpeculativeAlgorithm.create_future_map
+
     def need_topk(self) -> bool:
         """Whether a round's first level comes from the round before."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
         return False
-
-    def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True) -> FutureMap:
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Complete and check the options. A wrong one ends the process with one line."""

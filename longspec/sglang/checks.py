@@ -89,11 +89,6 @@ def load_layer(path: str, config: PreTrainedConfig) -> GlideDecoderLayer:
 def suits_greedy_round(batch: Any) -> bool:
     """Whether a batch of SGLang needs nothing from a round but greedy tokens."""
     sampling = batch.sampling_info
-    return bool(
-        sampling.is_all_greedy
-        and not (batch.has_grammar or batch.return_logprob or batch.return_hidden_states)
-        and not sampling.has_custom_logit_processor
-        and sampling.acc_additive_penalties is None
-        and sampling.acc_scaling_penalties is None
-        and sampling.logit_bias is None
-    )
+    flags = batch.has_grammar, batch.return_logprob, batch.return_hidden_states, sampling.has_custom_logit_processor
+    terms = sampling.acc_additive_penalties, sampling.acc_scaling_penalties, sampling.logit_bias
+    return sampling.is_all_greedy and not any(flags) and all(term is None for term in terms)

@@ -28,12 +28,6 @@ from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, head_r
 class DraftModel:
     """Levels of the draft and their logits. Requests are numbered as SGLang's request pool numbers them."""
 
-    listed_rows: Tensor
-    """With a vocabulary list: the head's rows for it."""
-    own_tokens: Tensor
-    """With a vocabulary list: IntTensor [requests, E], tokens of each prompt that are not in the list, the most recent
-    first; -1 where it has fewer."""
-
     def __init__(
         self,
         layer: GlideDecoderLayer,
@@ -72,6 +66,7 @@ class DraftModel:
         if self.listed is not None:
             most = extra_columns(config.vocab_size, len(self.listed), 1)
             self.own_tokens = torch.full((requests, most), -1, dtype=torch.int32, device=table.device)
+            """Tokens of each prompt that are not in the list, the most recent first; -1 where it has fewer."""
         self.read_head()
 
     def read_head(self) -> None:
@@ -87,10 +82,8 @@ class DraftModel:
         """Positions within the rotary table; a round can reach beyond the last one that a request can have."""
         return positions.clamp(max=len(self.rope[0]) - 1)
 
-    def feature(self, hidden: Tensor | None) -> Tensor | None:
-        """The feature [B, 1, hidden] of the target's last hidden states [B, hidden], if the draft reads them."""
-        if not self.reads_hidden or hidden is None:
-            return None
+    def feature(self, hidden: Tensor) -> Tensor:
+        """The feature [B, 1, hidden] of the target's last hidden states [B, hidden]."""
         return self.layer.feature(self.backend.stream(hidden[:, None].contiguous(), self.config.rms_norm_eps))
 
     def columns(self, requests: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:

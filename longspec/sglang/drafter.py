@@ -45,7 +45,7 @@ class Drafter:
     ) -> None:
         """pool: SGLang's KV pool of the target, whose buffers stay where they are. table: contiguous IntTensor
         [requests, positions], the slot of each position of a request. attend: attention to the pool (see
-        `sglang.paged.PagedAttention`): q [B, H, n, D], prefix, out [B, n, H, D]."""
+        `TritonAttention.paged`)."""
         self.model, self.sizes, self.pool, self.table, self.attend = model, sizes, pool, table, attend
         like = pool.get_key_buffer(model.layers[0])
         if like.dim() != 3:
@@ -59,7 +59,8 @@ class Drafter:
     def propose(self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None) -> DraftTree:
         """The best nodes, the root included, of the tree of this batch size.
 
-        hidden: the target's last hidden states [B, hidden] at the positions before the roots.
+        hidden: the target's last hidden states [B, hidden] at the positions before the roots; None if the draft does
+        not read them.
         """
         model, nodes = self.model, self.sizes.of(len(roots))[1]
         tree, levels, slots = self._growth(len(roots))
@@ -70,7 +71,7 @@ class Drafter:
         )
         cross_attends = self._cross_attends(requests, lengths)
         ids, logits = model.columns(requests)
-        feature = model.feature(hidden)
+        feature = None if hidden is None else model.feature(hidden)
         positions = model.in_table(lengths + torch.arange(len(slots), device=lengths.device)[:, None])
         above = slice(0, 1)
         for level, width in enumerate(self.sizes.shape(len(roots))):

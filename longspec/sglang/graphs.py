@@ -41,10 +41,6 @@ class BatchGraphs:
                     outputs = self.function(**inputs)
                 self.graphs[size] = graph, outputs
 
-    def has(self, batch: int) -> bool:
-        """Whether a batch runs as a graph."""
-        return self.padded(batch) in self.graphs
-
     def padded(self, batch: int) -> int:
         """The batch size at which a batch runs: the next captured one, or its own."""
         return next((size for size in self.sizes if size >= batch), batch)

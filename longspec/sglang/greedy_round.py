@@ -24,11 +24,6 @@ from torch import Tensor
 from longspec.sglang.drafter import Drafter, DraftTree, candidates
 
 
-def can_capture(runner: Any) -> bool:
-    """Whether the target's attention keeps its metadata on the device, and its pass depends on tokens alone."""
-    return hasattr(runner.attn_backend, "extend_attention_fwd") and not runner.server_args.enable_lora
-
-
 def build_tree(
     tree: DraftTree, lengths: Tensor, total: int, mask: Tensor | None, steps: int, topk: int
 ) -> EagleVerifyInput:

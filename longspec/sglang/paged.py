@@ -1,4 +1,4 @@
-"""Attention to SGLang's paged cache by our kernel: that of the draft, and that of SGLang's verification of a tree.
+"""SGLang's verification of a tree by our kernel.
 
 SGLang's Triton backend verifies trees with its kernel for prefill, in which one program reads the whole prefix of a
 request and query head, after copying keys and values out of the product that made them.
@@ -6,33 +6,23 @@ request and query head, after copying keys and values out of the product that ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.shared.device import Gpu
-from longspec.kernels.triton.attention import TritonAttention
-from longspec.kernels.triton.paged_attention import paged_attention
 
 
-class PagedAttention:
-    """The paged attention kernel, with tiles and parts for a device."""
-
-    def __init__(self, gpu: Gpu, capacity: int) -> None:
-        """capacity: largest length of a prefix."""
-        self.unpaged, self.capacity = TritonAttention(gpu), capacity
-
-    def __call__(self, q: Tensor, prefix: PagedPrefix, out: Tensor, tree: PagedTree | None = None) -> None:
-        """See `paged_attention`; scores are q · k / sqrt(D)."""
-        parts, tiles = self.unpaged.prefix_plan(q, prefix.keys.shape[1], self.capacity)
-        paged_attention(q, prefix, out, q.shape[3] ** -0.5, parts, tiles, tree)
+def is_triton(backend: Any) -> bool:
+    """Whether an attention backend of SGLang is Triton's."""
+    return hasattr(backend, "extend_attention_fwd")
 
 
-def verify_with(backend: Any, attention: PagedAttention) -> None:
-    """Let an attention backend of SGLang verify trees with `attention`, if it is the Triton backend."""
-    if not hasattr(backend, "extend_attention_fwd"):
+def verify_with(backend: Any, attend: Callable[..., None]) -> None:
+    """Let an attention backend of SGLang verify trees with `attend`, a `TritonAttention.paged`, if it is Triton's."""
+    if not is_triton(backend):
         return
     original = backend.forward_extend
 
@@ -61,7 +51,7 @@ def verify_with(backend: Any, attention: PagedAttention) -> None:
         heads = (-1, nodes, layer.tp_q_head_num, width)
         prefix = PagedPrefix(*pools, metadata.kv_indices, starts[:-1], starts[1:])
         tree = PagedTree(k, v, metadata.custom_mask, metadata.mask_indptr[:-1])
-        attention(q.view(heads).transpose(1, 2), prefix, out.view(heads), tree)
+        attend(q.view(heads).transpose(1, 2), prefix, out.view(heads), tree)
         return out
 
     backend.forward_extend = forward_extend

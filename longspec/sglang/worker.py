@@ -28,13 +28,14 @@ from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from torch import Tensor
 
 from longspec.kernels.shared.device import describe_gpu, upload
+from longspec.kernels.triton.attention import TritonAttention
 from longspec.sglang.checks import load_layer, suits_greedy_round
 from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.drafter import Drafter, DraftTree, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
-from longspec.sglang.greedy_round import GreedyRound, build_tree, can_capture
+from longspec.sglang.greedy_round import GreedyRound, build_tree
 from longspec.sglang.large_batches import VerifySizes
-from longspec.sglang.paged import PagedAttention, verify_with
+from longspec.sglang.paged import is_triton, verify_with
 
 
 class GlideWorker(EAGLEWorkerV2):
@@ -69,9 +70,10 @@ class GlideWorker(EAGLEWorkerV2):
         weights = self.runner.model.get_embed_and_head()
         self.model = DraftModel(layer, config, weights, table.shape[1], len(table), group)
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
-        self.attention = PagedAttention(describe_gpu(table.device), self.runner.model_config.context_len)
+        attention = TritonAttention(describe_gpu(table.device))
+        self.attend = partial(attention.paged, capacity=self.runner.model_config.context_len)
         pool = token_to_kv_pool_allocator.get_kvcache()
-        self.drafter = Drafter(self.model, self.sizes, pool, table, self.attention)
+        self.drafter = Drafter(self.model, self.sizes, pool, table, self.attend)
 
         # The functions that run as CUDA graphs. Their padding is SGLang's, request 0 and its slot 0.
         one = torch.ones(1, dtype=torch.long, device=self.device)
@@ -85,7 +87,7 @@ class GlideWorker(EAGLEWorkerV2):
 
     def init_attention_backends(self) -> None:
         """The draft has none. That of the target has just been made."""
-        verify_with(self.runner.attn_backend, self.attention)
+        verify_with(self.runner.attn_backend, self.attend)
 
     @torch.no_grad()
     def init_cuda_graphs(self) -> None:
@@ -94,8 +96,9 @@ class GlideWorker(EAGLEWorkerV2):
             sizes, _ = get_batch_sizes_to_capture(self.runner)
             self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], graph_capture)
             self.store.capture(sizes, graph_capture)
-        self.sizes.build(self.runner, sizes, partial(verify_with, attention=self.attention))
-        if sizes and can_capture(self.runner):
+        self.sizes.build(self.runner, sizes, partial(verify_with, attend=self.attend))
+        # A captured target keeps its attention's metadata on the device, and its pass depends on tokens alone.
+        if sizes and is_triton(self.runner.attn_backend) and not self.runner.server_args.enable_lora:
             with model_capture_mode():
                 self.rounds.capture(sizes, graph_capture)
 
@@ -111,7 +114,7 @@ class GlideWorker(EAGLEWorkerV2):
             finish = partial(self._after_prefill, batch, result)
         else:
             roots = batch.spec_info.bonus_tokens.long()
-            if self.rounds.has(len(roots)) and suits_greedy_round(batch):
+            if self.rounds.padded(len(roots)) in self.rounds.graphs and suits_greedy_round(batch):
                 return self._greedy_round(batch, roots, on_publish)
             steps, nodes = self.sizes.of(self.store.padded(len(roots)))
             self.speculative_num_steps, self.speculative_num_draft_tokens = steps, nodes
@@ -153,9 +156,7 @@ class GlideWorker(EAGLEWorkerV2):
         tree = DraftTree(*self.propose(**self._rows(batch, roots)))
         # The mask covers prefixes and nodes; only its size depends on the host's knowledge of the lengths.
         mask, _ = self.runner.attn_backend.get_verify_buffers_to_fill_after_draft()
-        total = batch.seq_lens_sum
-        if total is None:
-            total = len(roots) * self.req_to_token_pool.req_to_token.shape[1]
+        total = len(roots) * self.drafter.table.shape[1] if batch.seq_lens_sum is None else batch.seq_lens_sum
         return build_tree(tree, batch.seq_lens, total, mask, self.speculative_num_steps, self.topk)
 
     def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:

@@ -1,6 +1,7 @@
 """The SGLang plugin drafts what our own engine drafts, and asks SGLang to verify the best of it."""
 
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,11 +94,10 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("triton")
     from longspec.kernels.triton.attention import TritonAttention
     from longspec.kernels.triton.backend import TritonBackend
-    from longspec.sglang.paged import PagedAttention
 
     gpu = describe_gpu(torch.device("cpu"))
     monkeypatch.setattr(draft_model, "TorchBackend", lambda attention: TritonBackend(TritonAttention(gpu)))
-    monkeypatch.setattr(sys.modules[__name__], "paged_attention", PagedAttention(gpu, 64))
+    monkeypatch.setattr(sys.modules[__name__], "paged_attention", partial(TritonAttention(gpu).paged, capacity=64))
     test_the_tree_is_that_of_our_own_engine(tmp_path, "qwen2", LISTED)
 
 
@@ -106,7 +106,8 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
     pytest.importorskip("triton")
     import attention_reference
 
-    from longspec.sglang.paged import PagedAttention, verify_with
+    from longspec.kernels.triton.attention import TritonAttention
+    from longspec.sglang.paged import verify_with
 
     generator = torch.Generator().manual_seed(2)
     nodes, width = 3, 16
@@ -139,7 +140,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
         forward_metadata=metadata,
         token_to_kv_pool=pool,
     )
-    verify_with(backend, PagedAttention(describe_gpu(torch.device("cpu")), 64))
+    verify_with(backend, partial(TritonAttention(describe_gpu(torch.device("cpu"))).paged, capacity=64))
     sizes = {"tp_q_head_num": 2, "qk_head_dim": width, "scaling": width**-0.5, "layer_id": 0, "k_scale": None}
     features = {"is_cross_attention": False, "logit_cap": 0.0, "sliding_window_size": -1, "xai_temperature_len": -1}
     layer = SimpleNamespace(**sizes, **features)

@@ -12,7 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-from longspec.kernels.shared.attention import Attend, AttendToken, DecodingAttention, PrefixParts
+from longspec.kernels.shared.attention import (
+    Attend,
+    AttendToken,
+    DecodingAttention,
+    PagedPrefix,
+    PagedTree,
+    PrefixParts,
+)
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import causal_prefill
@@ -23,6 +30,7 @@ from longspec.kernels.triton.attention_tiles import (
     programs_at_once,
     tree_attention_tiles,
 )
+from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 from longspec.kernels.triton.token_attention import token_attention
 from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
@@ -74,6 +82,13 @@ class TritonAttention(DecodingAttention):
             return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
 
         return attend_to_prefix
+
+    def paged(
+        self, q: Tensor, prefix: PagedPrefix, out: Tensor, tree: PagedTree | None = None, *, capacity: int
+    ) -> None:
+        """See `paged_attention`; scores are q · k / sqrt(D). capacity: largest length of a prefix."""
+        parts, tiles = self.prefix_plan(q, prefix.keys.shape[1], capacity)
+        paged_attention(q, prefix, out, q.shape[3] ** -0.5, parts, tiles, tree)
 
     def prefix_plan(self, q: Tensor, kv_heads: int, slots: int) -> tuple[int, Tiles]:
         """Number of splits of a prefix of up to `slots` slots, and the tiles of its kernel."""
