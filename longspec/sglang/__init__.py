@@ -6,13 +6,12 @@ imported by those modules; `longspec` itself never imports it.
 | module | content |
 |---|---|
 | `algorithm` | registration, and what SGLang asks of an algorithm |
-| `checks` | one-line refusals at the start |
+| `checks` | one-line refusals at the start, and the draft's weights |
 | `worker` | a round: draft, SGLang's own tree verification, the draft's keys of the accepted tokens |
 | `greedy_round` | the whole of a greedy round on tensors alone |
-| `drafter` | one pass over the tree's levels, on tensors alone |
+| `drafter` | one pass over the tree's levels, on tensors alone, and the draft's own keys by KV slot |
 | `draft_model` | the layer with the target's embedding, head and rotary table |
-| `window` | the draft's own keys by KV slot |
-| `paged` | our attention kernel for paged keys, also in SGLang's verification |
+| `paged` | our attention kernel in SGLang's verification |
 | `large_batches` | the tree of each batch size |
 | `graphs` | CUDA graphs by batch size |
 """

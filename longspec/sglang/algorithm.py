@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.arg_groups.speculative_hook import _handle_eagle_family
-from sglang.srt.managers.overlap_utils import FutureMap
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -27,7 +26,9 @@ class GlideAlgorithm(CustomSpecAlgo):
     def has_draft_kv(self) -> bool:
         return False
 
-    # The next three are called on every algorithm but are not part of CustomSpecAlgo.
+    # SGLang calls the next three on every algorithm, but CustomSpecAlgo lacks them.
+    create_future_map = SpeculativeAlgorithm.create_future_map
+
     def need_topk(self) -> bool:
         """Whether a round's first level comes from the round before."""
         return False
@@ -35,14 +36,11 @@ class GlideAlgorithm(CustomSpecAlgo):
     def carries_draft_hidden_states(self) -> bool:
         return False
 
-    def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True) -> FutureMap:
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens)
-
     def handle_server_args(self, server_args: Any) -> None:
         """Complete and check the options. A wrong one ends the process with one line."""
-        set_default_tree(server_args)
-        _handle_eagle_family(server_args)
         try:
+            set_default_tree(server_args)
+            _handle_eagle_family(server_args)
             check_server(server_args, server_args.get_model_config().hf_config)
         except UserError as error:
             raise SystemExit(f"error: {error}") from None
@@ -71,8 +69,13 @@ def triton_attention(original: Callable[..., str], server_args: Any, *args: Any,
 
 def register_glide() -> None:
     """Register the algorithm, the two functions that must not read the draft as a model, and the default attention."""
-    register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=GlideAlgorithm)
-    register(worker_class)
+
+    @SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=GlideAlgorithm)
+    def worker_class(server_args: Any) -> type:
+        from longspec.sglang.worker import GlideWorker  # where a GPU is used
+
+        return GlideWorker
+
     hooks = {
         "sglang.srt.arg_groups.speculative_hook._resolve_speculative_algorithm_alias": keep_algorithm,
         "sglang.srt.model_executor.model_runner.ModelRunner._build_model_config": one_draft_layer,
@@ -80,10 +83,3 @@ def register_glide() -> None:
     }
     for function, hook in hooks.items():
         HookRegistry.register(function, hook, HookType.AROUND)
-
-
-def worker_class(server_args: Any) -> type:
-    """The class of the worker, imported where a GPU is used."""
-    from longspec.sglang.worker import GlideWorker
-
-    return GlideWorker

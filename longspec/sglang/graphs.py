@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,8 +29,7 @@ class BatchGraphs:
         self.sizes = sorted(sizes)
         if not self.sizes:
             return
-        most = self.sizes[-1]
-        self.inputs = {name: row.repeat(most, *[1] * (row.dim() - 1)) for name, row in self.padding.items()}
+        self.inputs = {name: row.repeat_interleave(self.sizes[-1], 0) for name, row in self.padding.items()}
         pool = torch.cuda.graph_pool_handle()
         with context() as capture:
             for size in reversed(self.sizes):  # the largest first, whose memory the others reuse
@@ -43,14 +41,9 @@ class BatchGraphs:
                     outputs = self.function(**inputs)
                 self.graphs[size] = graph, outputs
 
-    def has(self, batch: int) -> bool:
-        """Whether a batch runs as a graph."""
-        return self.padded(batch) in self.graphs
-
     def padded(self, batch: int) -> int:
         """The batch size at which a batch runs: the next captured one, or its own."""
-        place = bisect.bisect_left(self.sizes, batch)
-        return self.sizes[place] if place < len(self.sizes) else batch
+        return next((size for size in self.sizes if size >= batch), batch)
 
     def __call__(self, **arguments: Tensor) -> tuple[Tensor, ...]:
         batch = len(next(iter(arguments.values())))
@@ -60,7 +53,7 @@ class BatchGraphs:
         torch._foreach_copy_([self.inputs[name][:batch] for name in arguments], list(arguments.values()))
         if batch < size:
             for name in arguments:
-                self.inputs[name][batch:size].copy_(self.padding[name].expand_as(self.inputs[name][batch:size]))
+                self.inputs[name][batch:size] = self.padding[name]
         graph, outputs = self.graphs[size]
         graph.replay()
         return tuple(rows[:batch] for rows in outputs)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 VERIFIED_TOKENS = 256
@@ -15,12 +14,6 @@ LEAST_NODES = 4
 def most_nodes(topk: int, steps: int) -> int:
     """Number of nodes of the whole tree, the root included."""
     return 1 + topk + topk * topk * (steps - 1)
-
-
-def tree_shape(topk: int, steps: int, nodes: int) -> tuple[int, ...]:
-    """Number of nodes in each level below the root: its `topk` best children, then the `topk` ** 2 best continuations
-    of a level, or as many as `nodes` verified nodes can hold next to their ancestors."""
-    return tuple(min(topk if level == 0 else topk * topk, nodes - 1 - level) for level in range(steps))
 
 
 class VerifySizes:
@@ -48,45 +41,34 @@ class VerifySizes:
         levels = range(nodes.bit_length() - 1, nodes)
         return min(self.steps, next(steps for steps in levels if most_nodes(self.topk, steps) >= nodes)), nodes
 
+    def shape(self, batch: int) -> tuple[int, ...]:
+        """Number of nodes in each level below the root: its `topk` best children, then the `topk` ** 2 best
+        continuations of a level, or as many as the verified nodes can hold next to their ancestors."""
+        steps, nodes = self.of(batch)
+        return tuple(min(self.topk if level == 0 else self.topk**2, nodes - 1 - level) for level in range(steps))
+
     def build(self, runner: Any, batch_sizes: list[int], prepare: Callable[[Any], None]) -> None:
         """Make backend and graphs of the target for each number of nodes. runner: the target's. batch_sizes: those with
         graphs, empty without any. prepare: called on each new backend before its graphs are captured."""
+        from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
         self.states[self.nodes] = (runner.attn_backend, runner.decode_cuda_graph_runner)
+        # Backends and graphs read SGLang's options when they are made.
+        args, decode = runner.server_args, runner.server_args.cuda_graph_config.decode
+        all_sizes, workspace = decode.bs, runner.init_new_workspace
         most = runner.req_to_token_pool.size
         for steps, nodes in sorted({self.of(batch) for batch in range(1, most + 1)} - {(self.steps, self.nodes)}):
             sizes = [batch for batch in batch_sizes if self.of(batch) == (steps, nodes)]
-            with _options(runner.server_args, steps, nodes, sizes):
-                self.states[nodes] = self._state(runner, steps, nodes, sizes, prepare)
-
-    def _state(
-        self, runner: Any, steps: int, nodes: int, sizes: list[int], prepare: Callable[[Any], None]
-    ) -> tuple[Any, Any]:
-        from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
-
-        workspace = runner.init_new_workspace
-        backend = runner._get_attention_backend(init_new_workspace=True)
-        runner.init_new_workspace = workspace
-        prepare(backend)
-        graphs = None
-        if sizes:
-            graphs = DecodeCudaGraphRunner(
-                runner, attn_backend=backend, speculative_num_steps=steps, speculative_num_draft_tokens=nodes
-            )
-        return backend, graphs
+            args.speculative_num_steps, args.speculative_num_draft_tokens = steps, nodes
+            decode.bs = sizes or all_sizes
+            backend = runner._get_attention_backend(init_new_workspace=True)
+            prepare(backend)
+            tree = {"speculative_num_steps": steps, "speculative_num_draft_tokens": nodes}
+            graphs = DecodeCudaGraphRunner(runner, attn_backend=backend, **tree) if sizes else None
+            self.states[nodes] = backend, graphs
+        args.speculative_num_steps, args.speculative_num_draft_tokens = self.steps, self.nodes
+        decode.bs, runner.init_new_workspace = all_sizes, workspace
 
     def activate(self, runner: Any, nodes: int) -> None:
         """Let the target verify `nodes` nodes per request."""
         runner.attn_backend, runner.decode_cuda_graph_runner = self.states[nodes]
-
-
-@contextmanager
-def _options(args: Any, steps: int, nodes: int, sizes: list[int]) -> Iterator[None]:
-    """SGLang's options for these trees, which backends and graphs read when they are made."""
-    decode = args.cuda_graph_config.decode
-    before = args.speculative_num_steps, args.speculative_num_draft_tokens, decode.bs
-    args.speculative_num_steps, args.speculative_num_draft_tokens = steps, nodes
-    decode.bs = sizes or decode.bs
-    try:
-        yield
-    finally:
-        args.speculative_num_steps, args.speculative_num_draft_tokens, decode.bs = before

@@ -21,50 +21,41 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.runner import get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2, _get_plan_stream
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from torch import Tensor
 
-from longspec.errors import UserError
 from longspec.kernels.shared.device import describe_gpu, upload
-from longspec.sglang.checks import suits_greedy_round
-from longspec.sglang.draft_model import DraftModel, load_layer
+from longspec.kernels.triton.attention import TritonAttention
+from longspec.sglang.checks import load_layer, suits_greedy_round
+from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.drafter import Drafter, DraftTree, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
-from longspec.sglang.greedy_round import GreedyRound, build_tree, can_capture
-from longspec.sglang.large_batches import VerifySizes, tree_shape
-from longspec.sglang.paged import PagedAttention, verify_with
-from longspec.sglang.window import WindowCache
+from longspec.sglang.greedy_round import GreedyRound, build_tree
+from longspec.sglang.large_batches import VerifySizes
+from longspec.sglang.paged import is_triton, verify_with
 
 
 class GlideWorker(EAGLEWorkerV2):
     """Takes the place of the EAGLE worker in the scheduler. There is no draft model in SGLang's sense."""
 
-    def __init__(
-        self, server_args: Any, gpu_id: int, tp_rank: int, target_worker: Any, **ranks: Any
-    ) -> None:  # not EAGLE's, which loads a draft model
+    # EAGLE's are those of its draft model.
+    war_fastpath_runner = BaseSpecWorker.war_fastpath_runner
+    spec_v2_attn_backends = BaseSpecWorker.spec_v2_attn_backends
+
+    def __init__(self, server_args: Any, target_worker: Any, **ranks: Any) -> None:  # EAGLE's loads a draft model
         self.server_args = server_args
         self.device = server_args.device
-        self.gpu_id, self.tp_rank = gpu_id, tp_rank
-        self._target_worker = target_worker
+        self._target_worker, self.runner = target_worker, target_worker.model_runner
         self.topk = server_args.speculative_eagle_topk
         self.speculative_num_steps = server_args.speculative_num_steps
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
-        self.page_size = server_args.page_size
-        self.speculative_algorithm = target_worker.model_runner.spec_algorithm
         self.adaptive_controller = None
         self.plan_stream, self.plan_stream_ctx = _get_plan_stream(self.device)
         # The scheduler asks for the pool of the draft's runner, and its metrics set a timer on it.
         self._draft_worker = SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=None))
-
-    @property
-    def war_fastpath_runner(self) -> Any:
-        return self.target_worker.model_runner
-
-    @property
-    def spec_v2_attn_backends(self) -> tuple[Any, ...]:
-        return (self.target_worker.model_runner.attn_backend,)
 
     # Start: the target's weights are loaded, then its pools exist, then its graphs.
 
@@ -73,84 +64,61 @@ class GlideWorker(EAGLEWorkerV2):
     ) -> None:
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        runner = self.target_worker.model_runner
-        config, model = runner.model_config.hf_config, runner.model
-        table = req_to_token_pool.req_to_token
-        layer = load_layer(self.server_args.speculative_draft_model_path, config, table.device, runner.dtype)
+        config, table = self.runner.model_config.hf_config, req_to_token_pool.req_to_token
+        layer = load_layer(self.server_args.speculative_draft_model_path, config).to(table.device, self.runner.dtype)
         group = get_tp_group().device_group if self.server_args.tp_size > 1 else None
-        weights = model.get_embed_and_head()
+        weights = self.runner.model.get_embed_and_head()
         self.model = DraftModel(layer, config, weights, table.shape[1], len(table), group)
-
-        pool = token_to_kv_pool_allocator.get_kvcache()
-        keys = pool.get_key_buffer(self.model.layers[0])
-        if keys.dim() != 3:
-            raise UserError(f"GLIDE: reads keys [slots, heads, width], but SGLang stores {list(keys.shape)}")
-        window = WindowCache(keys, table, layer.window)
-        self.attention = PagedAttention(describe_gpu(table.device), runner.model_config.context_len)
-        self.drafter = Drafter(self.model, window, pool, self.attention)
-        self._prepare_graphs(config.hidden_size, runner.dtype)
-
-    def _prepare_graphs(self, hidden_size: int, dtype: torch.dtype) -> None:
-        """The functions that run as CUDA graphs, with their padding: request 0 and its slot 0 are SGLang's padding."""
-        one = torch.ones(1, dtype=torch.long, device=self.device)
-        place = {"requests": 0 * one, "lengths": one}
-        padding = {"roots": one} | place
-        if self.model.reads_hidden:
-            padding["hidden"] = torch.zeros(1, hidden_size, dtype=dtype, device=self.device)
-        drafted = torch.ones(1, self.speculative_num_steps, dtype=torch.long, device=self.device)
-        self.propose = BatchGraphs(self._propose, padding)
-        self.store = BatchGraphs(self._store, {"roots": one, "drafted": drafted, "accepted": 0 * one} | place)
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
-        pools = self.req_to_token_pool, self.token_to_kv_pool_allocator
-        runner = self.target_worker.model_runner
-        self.rounds = BatchGraphs(GreedyRound(self.drafter, runner, self.sizes, pools), padding)
+        attention = TritonAttention(describe_gpu(table.device))
+        self.attend = partial(attention.paged, capacity=self.runner.model_config.context_len)
+        pool = token_to_kv_pool_allocator.get_kvcache()
+        self.drafter = Drafter(self.model, self.sizes, pool, table, self.attend)
 
-    def _propose(
-        self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        steps, nodes = self.sizes.of(len(roots))
-        shape = tree_shape(self.topk, steps, nodes)
-        return self.drafter.propose(shape, nodes, roots, requests, lengths, hidden)
-
-    def _store(self, roots: Tensor, drafted: Tensor, **rows: Tensor) -> tuple[Tensor, ...]:
-        self.drafter.store_accepted(torch.cat([roots[:, None], drafted], 1), **rows)
-        return ()
+        # The functions that run as CUDA graphs. Their padding is SGLang's, request 0 and its slot 0.
+        one = torch.ones(1, dtype=torch.long, device=self.device)
+        place = {"roots": one, "requests": 0 * one, "lengths": one}
+        drafted = one.repeat(1, self.speculative_num_steps)
+        self.store = BatchGraphs(self.drafter.store_accepted, place | {"drafted": drafted, "accepted": 0 * one})
+        if self.model.reads_hidden:
+            place["hidden"] = torch.zeros(1, config.hidden_size, dtype=self.runner.dtype, device=self.device)
+        self.propose = BatchGraphs(self.drafter.propose, place)
+        self.rounds = BatchGraphs(GreedyRound(self.drafter, self.runner), place)
 
     def init_attention_backends(self) -> None:
         """The draft has none. That of the target has just been made."""
-        verify_with(self.target_worker.model_runner.attn_backend, self.attention)
+        verify_with(self.runner.attn_backend, self.attend)
 
     @torch.no_grad()
     def init_cuda_graphs(self) -> None:
         sizes: list[int] = []
         if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
-            sizes, _ = get_batch_sizes_to_capture(self.target_worker.model_runner)
-            context: Callable[[], Any] = graph_capture
-            self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], context)
-            self.store.capture(sizes, context)
-        runner = self.target_worker.model_runner
-        self.sizes.build(runner, sizes, partial(verify_with, attention=self.attention))
-        if sizes and can_capture(runner):
+            sizes, _ = get_batch_sizes_to_capture(self.runner)
+            self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], graph_capture)
+            self.store.capture(sizes, graph_capture)
+        self.sizes.build(self.runner, sizes, partial(verify_with, attend=self.attend))
+        # A captured target keeps its attention's metadata on the device, and its pass depends on tokens alone.
+        if sizes and is_triton(self.runner.attn_backend) and not self.runner.server_args.enable_lora:
             with model_capture_mode():
-                self.rounds.capture(sizes, context)
+                self.rounds.capture(sizes, graph_capture)
 
     # A round.
 
     @torch.no_grad()
     def forward_batch_generation(self, batch: Any, on_publish: Callable[[Tensor], None] | None = None) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            self.sizes.activate(self.target_worker.model_runner, self.sizes.nodes)
+            self.sizes.activate(self.runner, self.sizes.nodes)
             batch.capture_hidden_mode = CaptureHiddenMode.FULL
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens
             finish = partial(self._after_prefill, batch, result)
         else:
             roots = batch.spec_info.bonus_tokens.long()
-            if self.rounds.has(len(roots)) and suits_greedy_round(batch):
+            if self.rounds.padded(len(roots)) in self.rounds.graphs and suits_greedy_round(batch):
                 return self._greedy_round(batch, roots, on_publish)
             steps, nodes = self.sizes.of(self.store.padded(len(roots)))
             self.speculative_num_steps, self.speculative_num_draft_tokens = steps, nodes
-            self.sizes.activate(self.target_worker.model_runner, nodes)
+            self.sizes.activate(self.runner, nodes)
             batch.spec_info = self._draft_tree(batch, roots) if steps else self._build_trivial_verify_input(batch)
             result = self.verify(batch)
             finish = partial(self._after_verify, batch, result, roots)
@@ -187,10 +155,8 @@ class GlideWorker(EAGLEWorkerV2):
     def _draft_tree(self, batch: Any, roots: Tensor) -> EagleVerifyInput:
         tree = DraftTree(*self.propose(**self._rows(batch, roots)))
         # The mask covers prefixes and nodes; only its size depends on the host's knowledge of the lengths.
-        mask, _ = self.target_worker.model_runner.attn_backend.get_verify_buffers_to_fill_after_draft()
-        total = batch.seq_lens_sum
-        if total is None:
-            total = len(roots) * self.req_to_token_pool.req_to_token.shape[1]
+        mask, _ = self.runner.attn_backend.get_verify_buffers_to_fill_after_draft()
+        total = len(roots) * self.drafter.table.shape[1] if batch.seq_lens_sum is None else batch.seq_lens_sum
         return build_tree(tree, batch.seq_lens, total, mask, self.speculative_num_steps, self.topk)
 
     def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:

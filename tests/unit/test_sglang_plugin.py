@@ -1,6 +1,7 @@
 """The SGLang plugin drafts what our own engine drafts, and asks SGLang to verify the best of it."""
 
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,11 @@ from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.glide import GlideMixin
 from longspec.sglang import draft_model
-from longspec.sglang.checks import DEFAULT_TREE, check_server, set_default_tree, suits_greedy_round
-from longspec.sglang.draft_model import DraftModel, load_layer
+from longspec.sglang.checks import DEFAULT_TREE, check_server, load_layer, set_default_tree, suits_greedy_round
+from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.drafter import Drafter, candidates, prefill_positions
 from longspec.sglang.graphs import BatchGraphs
-from longspec.sglang.large_batches import VERIFIED_TOKENS, VerifySizes, most_nodes, tree_shape
-from longspec.sglang.window import WindowCache
+from longspec.sglang.large_batches import VERIFIED_TOKENS, VerifySizes, most_nodes
 
 SHAPE, NODES = (3, 9, 9), 12
 LENGTHS = [29, 11]
@@ -53,11 +53,10 @@ def served(pair: GlideMixin, draft: Path, engine: StaticBatch, prompts: torch.Te
         pool = contents.new_zeros(layers, batch * capacity + 1, *contents.shape[2::2])
         pool[:, table[REQUESTS].long()] = contents.transpose(2, 3)
         pools.append(pool)
-    layer = load_layer(str(draft), pair.config, torch.device("cpu"), torch.float32)
+    layer = load_layer(str(draft), pair.config)
     weights = (pair.model.embed_tokens.weight, pair.lm_head.weight)
     model = DraftModel(layer, pair.config, weights, capacity + len(SHAPE), len(table))
-    cache = WindowCache(pools[0][0], table, layer.window)
-    drafter = Drafter(model, cache, Pool(*pools), paged_attention)
+    drafter = Drafter(model, VerifySizes(len(SHAPE), NODES, SHAPE[0]), Pool(*pools), table, paged_attention)
     for request, prompt, length in zip(REQUESTS.tolist(), prompts, LENGTHS, strict=True):
         for start, stop in pairwise((0, 5, length)):  # a prefill in two chunks
             positions = prefill_positions([start], [stop - start])
@@ -82,7 +81,7 @@ def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed:
     expected = tree.propose(engine.root, engine.cache)
     hidden = engine.cache.newest_hidden[:, 0]
     for _ in range(2):  # the second round grows where the first did
-        actual = drafter.propose(SHAPE, NODES, engine.root, REQUESTS, engine.cache.lengths.long(), hidden)
+        actual = drafter.propose(engine.root, REQUESTS, engine.cache.lengths.long(), hidden)
         assert actual.tokens.equal(expected.tokens) and actual.parents.equal(expected.parents)
     expanded, numbers = candidates(actual.parents, len(SHAPE))
     assert expanded.shape[1] == 1 + NODES * (len(SHAPE) - 1)
@@ -95,11 +94,10 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("triton")
     from longspec.kernels.triton.attention import TritonAttention
     from longspec.kernels.triton.backend import TritonBackend
-    from longspec.sglang.paged import PagedAttention
 
     gpu = describe_gpu(torch.device("cpu"))
-    monkeypatch.setattr(draft_model, "device_backend", lambda *args: TritonBackend(TritonAttention(gpu)))
-    monkeypatch.setattr(sys.modules[__name__], "paged_attention", PagedAttention(gpu, 64))
+    monkeypatch.setattr(draft_model, "TorchBackend", lambda attention: TritonBackend(TritonAttention(gpu)))
+    monkeypatch.setattr(sys.modules[__name__], "paged_attention", partial(TritonAttention(gpu).paged, capacity=64))
     test_the_tree_is_that_of_our_own_engine(tmp_path, "qwen2", LISTED)
 
 
@@ -108,7 +106,8 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
     pytest.importorskip("triton")
     import attention_reference
 
-    from longspec.sglang.paged import PagedAttention, verify_with
+    from longspec.kernels.triton.attention import TritonAttention
+    from longspec.sglang.paged import verify_with
 
     generator = torch.Generator().manual_seed(2)
     nodes, width = 3, 16
@@ -141,7 +140,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
         forward_metadata=metadata,
         token_to_kv_pool=pool,
     )
-    verify_with(backend, PagedAttention(describe_gpu(torch.device("cpu")), 64))
+    verify_with(backend, partial(TritonAttention(describe_gpu(torch.device("cpu"))).paged, capacity=64))
     sizes = {"tp_q_head_num": 2, "qk_head_dim": width, "scaling": width**-0.5, "layer_id": 0, "k_scale": None}
     features = {"is_cross_attention": False, "logit_cap": 0.0, "sliding_window_size": -1, "xai_temperature_len": -1}
     layer = SimpleNamespace(**sizes, **features)
@@ -168,12 +167,13 @@ def test_only_the_accepted_path_is_stored() -> None:
         stored.update({slot: (token, position) for slot, token, position in rows if slot >= 0})
 
     table = torch.arange(1, 41, dtype=torch.int32).view(2, 20)
-    cache = WindowCache(torch.zeros(41, 1, 1), table, 4)
     layer = SimpleNamespace(store_keys_values=store)
-    model = SimpleNamespace(layer=layer, stream=lambda tokens: tokens, in_table=lambda at: at, rope=None)
-    path = torch.tensor([[7, 8, 9], [4, 5, 6]])
-    drafter = Drafter(model, cache, None, paged_attention)  # type: ignore[arg-type]
-    drafter.store_accepted(path, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
+    parts: dict[str, Any] = {"stream": lambda tokens: tokens, "in_table": lambda at: at, "rope": None}
+    model: Any = SimpleNamespace(layer=layer, layers=(0,), **parts)
+    keys = torch.zeros(1, 41, 1, 1)
+    drafter = Drafter(model, VerifySizes(2, 3, 1), Pool(keys, keys), table, paged_attention)
+    rows = torch.tensor([7, 4]), torch.tensor([[8, 9], [5, 6]])
+    drafter.store_accepted(*rows, torch.tensor([1, 0]), torch.tensor([10, 3]), torch.tensor([2, 1]))
     # Position p of request r is in slot 20 * r + p + 1.
     assert stored == {31: (7, 10), 32: (8, 11), 4: (4, 3)}
 
@@ -191,9 +191,9 @@ def test_larger_batches_verify_smaller_trees() -> None:
 
 
 def test_a_level_has_as_many_nodes_as_can_be_verified() -> None:
-    assert tree_shape(4, 5, 32) == (4, 16, 16, 16, 16)
-    assert tree_shape(4, 3, 8) == (4, 6, 5)
-    assert tree_shape(1, 4, 5) == (1, 1, 1, 1)
+    assert VerifySizes(5, 32, 4).shape(1) == (4, 16, 16, 16, 16)
+    assert VerifySizes(5, 32, 4).shape(32) == (4, 6, 5)
+    assert VerifySizes(4, 5, 1).shape(1) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,6 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"pp_size": 2}, "--pp-size 2"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True"),
-        ({"speculative_num_steps": None}, "give all three"),
         ({"speculative_num_draft_tokens": most_nodes(4, 5) + 1}, "allow 6 to 69 tokens"),
         ({"speculative_num_steps": 20}, "--speculative-num-steps: 20 levels, but the draft's window is 16"),
         ({"tp_size": 4}, "--tp-size 4: num_key_value_heads 2"),
@@ -248,6 +247,12 @@ def test_a_wrong_combination_is_refused_in_one_line(draft_folder: Path, changes:
     with pytest.raises(UserError) as refused:
         check_server(server_args(draft_folder, **changes), tiny_config(changes.get("family", "llama")))
     assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [None, 0])
+def test_an_incomplete_tree_is_refused(value: int | None) -> None:
+    with pytest.raises(UserError, match="give all three"):
+        set_default_tree(SimpleNamespace(**(DEFAULT_TREE | {"speculative_eagle_topk": value})))
 
 
 def test_a_fitting_draft_runs_with_the_default_tree(draft_folder: Path) -> None:

@@ -12,16 +12,25 @@ import torch
 import triton
 from torch import Tensor
 
-from longspec.kernels.shared.attention import Attend, AttendToken, DecodingAttention, PrefixParts
+from longspec.kernels.shared.attention import (
+    Attend,
+    AttendToken,
+    DecodingAttention,
+    PagedPrefix,
+    PagedTree,
+    PrefixParts,
+)
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import causal_prefill
 from longspec.kernels.triton.attention_tiles import (
+    Tiles,
     count_splits,
     prefix_tiles,
     programs_at_once,
     tree_attention_tiles,
 )
+from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 from longspec.kernels.triton.token_attention import token_attention
 from longspec.kernels.triton.tree_attention import masked_attention, prefix_and_tree_attention, window_attention
@@ -69,21 +78,31 @@ class TritonAttention(DecodingAttention):
         """The prefix kernel at these lengths, to be called once per layer."""
 
         def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> PrefixParts:
-            rows = q.shape[1] // k.shape[1] * q.shape[2]
-            tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
-            at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
-            splits = self.splits(q, k, tiles.block_m, at_once)
+            splits, tiles = self.prefix_plan(q, *k.shape[1:3])
             return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
 
         return attend_to_prefix
 
-    def splits(self, q: Tensor, k: Tensor, tile_rows: int, at_once: int) -> int:
-        """Number of splits of the prefix.
+    def paged(
+        self, q: Tensor, prefix: PagedPrefix, out: Tensor, tree: PagedTree | None = None, *, capacity: int
+    ) -> None:
+        """See `paged_attention`; scores are q · k / sqrt(D). capacity: largest length of a prefix."""
+        parts, tiles = self.prefix_plan(q, prefix.keys.shape[1], capacity)
+        paged_attention(q, prefix, out, q.shape[3] ** -0.5, parts, tiles, tree)
+
+    def prefix_plan(self, q: Tensor, kv_heads: int, slots: int) -> tuple[int, Tiles]:
+        """Number of splits of a prefix of up to `slots` slots, and the tiles of its kernel."""
+        rows = q.shape[1] // kv_heads * q.shape[2]
+        tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
+        at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
+        return self.splits(q, kv_heads, slots, tiles.block_m, at_once), tiles
+
+    def splits(self, q: Tensor, kv_heads: int, slots: int, tile_rows: int, at_once: int) -> int:
+        """Number of splits of a prefix of up to `slots` slots.
 
         tile_rows: query rows of a KV head that a program takes. at_once: programs that a multiprocessor runs at a time.
         """
         batch, heads, nodes, _ = q.shape
-        kv_heads, slots = k.shape[1:3]
         programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
         return count_splits(programs, slots, at_once * self.gpu.multiprocessors)
 

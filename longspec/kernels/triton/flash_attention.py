@@ -61,7 +61,7 @@ class FlashAttention(TritonAttention):
                 return triton_pass(q, k, v, scale)
 
             tile_rows, block = next(tile for head_dim, tile in FLASH_TILES.items() if q.shape[3] <= head_dim)
-            splits = self.splits(q, k, tile_rows, at_once=1)
+            splits = self.splits(q, k.shape[1], slots, tile_rows, at_once=1)
             return flash_prefix(q, k, v, scale, shares_of(splits, block), block)
 
         return attend_to_prefix
