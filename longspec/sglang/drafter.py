@@ -54,7 +54,7 @@ class Drafter:
         self.keys, self.values = torch.zeros_like(like), torch.zeros_like(like)
         self.growths: dict[int, tuple[Tree, Tensor, tuple[Tensor, ...]]] = {}
         """Tensors in which the trees of all rounds of a batch size grow: the tree of M nodes; their depths, LongTensor
-        [M]; for each level the slots of its nodes in a round's window, LongTensor [B, n]."""
+        [M]; for each level the slots of the nodes that the draft reads in a round's window, LongTensor [B, n]."""
 
     def propose(self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None) -> DraftTree:
         """The best nodes, the root included, of the tree of this batch size.
@@ -75,11 +75,12 @@ class Drafter:
         positions = model.in_table(lengths + torch.arange(len(slots), device=lengths.device)[:, None])
         above = slice(0, 1)
         for level, width in enumerate(self.sizes.shape(len(roots))):
-            tokens = tree.tokens[:, above]
+            read = slice(above.start, above.start + slots[level].shape[1])
+            tokens = tree.tokens[:, read]
             at = positions[level][:, None].expand_as(tokens).contiguous()
             own = TokenSlots(at, model.rope, keys, values, slots[level])
             stream = model.stream(tokens)
-            self_attend = partial(attention, level=level, tree_mask=tree.visible[:, above])
+            self_attend = partial(attention, level=level, tree_mask=tree.visible[:, read])
             model.layer.add_to(stream, own, self_attend, cross_attends, feature)
             model.backend.grow_level(tree, above, width, logits(stream.hidden), None, ids=ids)
             above = slice(above.stop, above.stop + width)
@@ -92,7 +93,8 @@ class Drafter:
             widths = torch.tensor([1, *self.sizes.shape(batch)])
             levels = torch.arange(len(widths)).repeat_interleave(widths).to(device)
             numbers = self.model.window + torch.arange(len(levels), device=device).expand(batch, -1)
-            slots = tuple(part.contiguous() for part in numbers.split(widths.tolist(), 1)[:-1])
+            most = self.sizes.most_read(batch)
+            slots = tuple(part[:, :most].contiguous() for part in numbers.split(widths.tolist(), 1)[:-1])
             self.growths[batch] = new_tree(batch, len(levels), False, device), levels, slots
         return self.growths[batch]
 

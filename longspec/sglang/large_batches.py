@@ -7,6 +7,8 @@ from typing import Any
 
 VERIFIED_TOKENS = 256
 """Number of tokens per verification, over all requests, up to which trees are whole."""
+READ_TOKENS = 64
+"""Number of nodes per level, over all requests, up to which the draft reads all of them."""
 LEAST_NODES = 4
 """Smaller trees cost more than they accept; beyond that a round drafts nothing."""
 
@@ -46,6 +48,10 @@ class VerifySizes:
         continuations of a level, or as many as the verified nodes can hold next to their ancestors."""
         steps, nodes = self.of(batch)
         return tuple(min(self.topk if level == 0 else self.topk**2, nodes - 1 - level) for level in range(steps))
+
+    def most_read(self, batch: int) -> int:
+        """Number of nodes of a level that the draft reads, the best ones, which alone get children."""
+        return max(self.topk, min(self.topk**2, READ_TOKENS // batch))
 
     def build(self, runner: Any, batch_sizes: list[int], prepare: Callable[[Any], None]) -> None:
         """Make backend and graphs of the target for each number of nodes. runner: the target's. batch_sizes: those with

@@ -23,7 +23,7 @@ from longspec.kernels.shared.residual import TokenSlots
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.glide import GlideMixin
-from longspec.sglang import draft_model
+from longspec.sglang import draft_model, large_batches
 from longspec.sglang.checks import DEFAULT_TREE, check_server, load_layer, set_default_tree, suits_greedy_round
 from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.drafter import Drafter, candidates, prefill_positions
@@ -65,10 +65,8 @@ def served(pair: GlideMixin, draft: Path, engine: StaticBatch, prompts: torch.Te
     return drafter
 
 
-@pytest.mark.parametrize(("family", "listed"), [("llama", None), ("qwen2", LISTED), ("qwen3", None)])
-@torch.no_grad()
-def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed: torch.Tensor | None) -> None:
-    """Token by token; and SGLang reads its links from the numbers of the candidates."""
+def both_drafters(tmp_path: Path, family: str, listed: torch.Tensor | None) -> tuple[StaticBatch, TreeDrafter, Drafter]:
+    """Our own engine with its drafter after a prefill, and the plugin's drafter."""
     pair = make_pair(tmp_path / "target", family, options=OPTIONS)
     pair.draft_model.set_vocabulary(listed)
     draft = save_draft(pair, tmp_path / "draft")
@@ -77,7 +75,14 @@ def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed:
     tree = TreeDrafter(runner, 2, SHAPE, own.drafting(), "descend", nodes=NODES)
     engine = StaticBatch(runner, tree, own, prompts, LENGTHS, max_new_tokens=8)
     engine.prefill()
-    drafter = served(pair, draft, engine, prompts)
+    return engine, tree, served(pair, draft, engine, prompts)
+
+
+@pytest.mark.parametrize(("family", "listed"), [("llama", None), ("qwen2", LISTED), ("qwen3", None)])
+@torch.no_grad()
+def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed: torch.Tensor | None) -> None:
+    """Token by token; and SGLang reads its links from the numbers of the candidates."""
+    engine, tree, drafter = both_drafters(tmp_path, family, listed)
     expected = tree.propose(engine.root, engine.cache)
     hidden = engine.cache.newest_hidden[:, 0]
     for _ in range(2):  # the second round grows where the first did
@@ -87,6 +92,21 @@ def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed:
     assert expanded.shape[1] == 1 + NODES * (len(SHAPE) - 1)
     for row, parents in enumerate(actual.parents.tolist()):
         assert parents_of(expanded[row], numbers[row], NODES) == parents[1:]
+
+
+@torch.no_grad()
+def test_in_larger_batches_the_best_nodes_of_a_level_alone_get_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes 13 to 21 are the third level, 4 to 12 their possible parents."""
+    assert [VerifySizes(5, 32, 4).most_read(batch) for batch in (1, 4, 8, 32)] == [16, 16, 8, 4]
+    engine, _, drafter = both_drafters(tmp_path, "llama", None)
+    for tokens, parents in ((64, range(4, 13)), (1, range(4, 7))):
+        monkeypatch.setattr(large_batches, "READ_TOKENS", tokens)
+        drafter.growths.clear()
+        drafter.propose(engine.root, REQUESTS, engine.cache.lengths.long(), engine.cache.newest_hidden[:, 0])
+        used = set(drafter.growths[2][0].parents[:, 13:].flatten().tolist())
+        assert used <= set(parents) and (len(used) > 3) == (len(parents) > 3)
 
 
 @pytest.mark.slow  # Triton's interpreter takes seconds
@@ -180,6 +200,11 @@ def test_only_the_accepted_path_is_stored() -> None:
 
 def test_prefill_continues_each_cached_prefix() -> None:
     assert prefill_positions([4, 0, 7], [2, 3, 1]).tolist() == [4, 5, 0, 1, 2, 7]
+
+
+def test_in_larger_batches_only_the_best_nodes_of_a_level_get_children() -> None:
+    assert [VerifySizes(5, 32, 4).most_read(batch) for batch in (1, 4, 8, 32)] == [16, 16, 8, 4]
+    assert VerifySizes(5, 6, 1).most_read(8) == 1
 
 
 def test_larger_batches_verify_smaller_trees() -> None:
