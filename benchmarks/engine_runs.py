@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -104,8 +105,8 @@ def measure(run: Run, generate: Generate) -> dict[str, Any]:
     """Decoding tokens/s of one prompt by context, tokens/s of many prompts from start to end, and the answers."""
     single, answers = {}, []
     for context, prompts in run.prompts.items():
-        for tokens in (1, run.tokens):
-            generate(prompts[:1], tokens)  # warms up
+        for prompt, tokens in product(prompts[:SINGLE_PROMPTS], (1, run.tokens)):
+            generate([prompt], tokens)  # warms up: an engine may compile or capture by size
         whole = first = 0.0
         for prompt in prompts[:SINGLE_PROMPTS]:
             start = perf_counter()
