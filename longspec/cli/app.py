@@ -73,6 +73,9 @@ def draft(context: typer.Context) -> None:
     main(context.args, prog="longspec draft")
 
 
+UsageError: Any = typer.BadParameter.__base__  # typer exports no name for it
+
+
 class Commands(TyperGroup):
     """Refuses an option as the value of another one, which otherwise becomes, for example, the name of a file."""
 
@@ -90,7 +93,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="longspec",
     cls=Commands,
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -158,7 +160,12 @@ def main() -> None:
     """Run the command line. A stop signal ends a command with 128 + its number, after its current work is saved."""
     with StopSignals(at_once=True):
         try:
-            app(prog_name="longspec")
+            sys.exit(app(sys.argv[1:] or ["--help"], prog_name="longspec", standalone_mode=False))
+        except UsageError as error:
+            message = " ".join(error.format_message().split()).rstrip(".")
+            raise UserError(f"{message[:1].lower()}{message[1:]} (see --help)") from error
+        except typer.Abort:  # Ctrl-D at a question
+            raise SystemExit(1) from None
         except BrokenPipeError:  # the reader of the output closed it, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None

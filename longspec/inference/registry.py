@@ -28,11 +28,11 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
     converted (see `resolve_target`). A published target named by its hub id is the published pair without its draft.
     """
     if model_name is not None and target is not None:
-        raise UserError("name the target either by --model_name or by --target PATH (with --draft PATH)")
+        raise UserError("name the target either by --model_name or by --target")
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
-    if target is None:
-        pair = PAIRS[model_name or SMOLLM2]
+    if target is None or target in PAIRS:
+        pair = PAIRS[target or model_name or SMOLLM2]
         if pair.name in EMBEDDED_DRAFTS:
             folder = DRAFTS / EMBEDDED_DRAFTS[pair.name]
             pair = replace(pair, target=resolve_target(pair.name), draft=str(folder) if folder.is_dir() else None)
@@ -49,7 +49,7 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
 
 def named_pair(name: str, draft: str | None = None) -> Pair:
     """A pair by its name, or by the hub id, folder or GGUF file of its target. draft: as for `choose_pair`."""
-    return choose_pair(name, None, draft) if name in PAIRS else choose_pair(None, name, draft)
+    return choose_pair(None, name, draft)
 
 
 def choose_target(name: str) -> str:

@@ -53,7 +53,7 @@ def attention_name(requested: str, device: torch.device, dtype: torch.dtype, hea
     if requested == DETERMINISTIC:
         reason = _unsupported("triton", device, dtype, head_dim) or _missing_module("triton")
         if reason:
-            raise UserError(f"{DETERMINISTIC}: needs an NVIDIA GPU and Triton: {reason}")
+            raise UserError(f"{DETERMINISTIC}: cannot run here: {reason}; leave it out")
         return requested
     if requested not in ("auto", *ATTENTIONS):
         raise UserError(f"attention: unknown backend {requested!r}; choose one of auto, {', '.join(ATTENTIONS)}")

@@ -65,7 +65,7 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
 def _add_pair(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("pair").add_argument
     add("--model_name", choices=PAIRS, help=f"pair of target and draft, by name; default: {SMOLLM2}")
-    add("--target", help="folder, hub id or .gguf file of any target")
+    add("--target", help="name, folder, hub id or .gguf file of any target")
     add("--draft", help="draft of the target: .pth file, folder or hub id (for seq and tree)")
 
 

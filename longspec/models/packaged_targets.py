@@ -71,6 +71,25 @@ PACKAGED = {
 """Packaged targets by name."""
 
 
+def check_reachable(hub_id: str, revision: str | None = None) -> None:
+    """Raise UserError if a model is not in the hub's cache, and the hub cannot be reached.
+
+    transformers would repeat its request for half a minute.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if try_to_load_from_cache(hub_id, "config.json", revision=revision) is not None:
+        return
+    try:
+        HfApi().model_info(hub_id, revision=revision, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    except (OSError, ValueError):
+        return  # an answer of the hub, or offline mode, which transformers explains
+    except Exception as error:  # the HTTP client's errors have no base class that all versions share
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        advice = "check the network, or give a target's folder"
+        raise UserError(f"{hub_id}: no such folder, and the hub cannot be reached ({reason}); {advice}") from error
+
+
 def fetched_folder(hub_id: str, problem: str) -> Path:
     """The folder of a model of the hub, downloaded into the hub's cache.
 

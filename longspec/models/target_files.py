@@ -23,6 +23,7 @@ from transformers.utils import find_adapter_config_file
 
 from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line, os_errors
+from longspec.models.packaged_targets import check_reachable
 from longspec.untrusted import CONFIG_BYTES, check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -59,13 +60,13 @@ RESCALED_BY_LENGTH = ("dynamic", "longrope")
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
-    if Path(path).is_dir():
+    if not Path(path).is_dir():
+        check_reachable(str(path), revision)
+    else:
         check_no_adapter(path)
-    # transformers would take the folder's name for a hub id.
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise UserError(
-            f"{path}: no model checkpoint (no config.json in this folder); give a target's folder or hub id"
-        )
+        # transformers would take the folder's name for a hub id.
+        if not (Path(path) / "config.json").is_file():
+            raise UserError(f"{path}: no model checkpoint (no config.json there); give a target's folder or hub id")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **at_revision(revision))
     except FILE_ERRORS as error:

@@ -57,11 +57,15 @@ def draft(options: argparse.Namespace, command: str) -> None:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
     steps, planned = steps_of(settings, root), estimate(settings, target, machine)
     plan = plan_lines(settings, target, machine, planned, root)
+    refusal = _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
     if options.dry_run:
         print("".join(f"# {line}\n" for line in plan) + settings_yaml(settings), end="")
+        if refusal:
+            print(f"note: the plan is for this machine, where the run is refused: {refusal}", file=sys.stderr)
         return
     print("\n".join(plan), flush=True)
-    _check(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
+    if refusal:
+        raise UserError(refusal)
     if not options.yes and not settings_file(root).exists():
         ask()
     root.mkdir(parents=True, exist_ok=True)
@@ -88,7 +92,8 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
         settings.text = texts or settings.text
     elif settings_file(root).exists():
         stored = load_settings(settings_file(root))
-        given = {"target": options.target, "hours": options.hours, "contexts": options.contexts, "text": texts or None}
+        contexts = options.contexts and min(options.contexts, max(target.positions, stored.contexts or 0))
+        given = {"target": options.target, "hours": options.hours, "contexts": contexts, "text": texts or None}
         for name, value in given.items():
             if value is not None and value != (before := getattr(stored, name)):
                 raise UserError(f"{root}: holds a run with {name} {before}, not {value}; choose another --output_dir")
@@ -160,15 +165,16 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
     return [*lines, f"in all: {duration(planned.total)} (estimated)"]
 
 
-def _check(limit: float, target: Target, machine: Machine, planned: Estimate, root: Path) -> None:
-    """Raise UserError if the run would take more than `limit` seconds on a CPU, or fill the disk."""
+def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate, root: Path) -> str | None:
+    """The reason if the run would take more than `limit` seconds on a CPU, or fill the disk."""
     if not machine.gpus and planned.total > limit:
-        raise UserError(
+        return (
             f"{target.name}: this would take {duration(planned.total)} on {machine.name}; run it on a machine with a "
             "GPU, or give smaller settings with --config"
         )
     if planned.disk > (free := free_disk(root)):
-        raise UserError(f"--output_dir {root}: needs about {planned.disk / GIB:.2g} GiB, {free / GIB:.2g} GiB are free")
+        return f"--output_dir {root}: needs about {planned.disk / GIB:.2g} GiB, {free / GIB:.2g} GiB are free"
+    return None
 
 
 def ask() -> None:

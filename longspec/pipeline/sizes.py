@@ -61,7 +61,7 @@ def chosen_settings(
     a draft to evaluate; None to train one. Raises UserError for a target that is too large for the machine.
     """
     base = _for_target(target, machine, contexts, text, own)
-    base.hours, base.contexts = hours, contexts
+    base.hours, base.contexts = hours, min(contexts, target.positions)
     base = evaluation_of(draft, base) if draft else base
     if estimate(base, target, machine).seconds.get("probes", 0) > PROBE_TIME * 3600 * hours:
         base.probes = {}

@@ -1,6 +1,7 @@
 """A training run, from its command-line arguments to the last checkpoint."""
 
 import logging
+import math
 import shlex
 import signal
 import sys
@@ -90,7 +91,7 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
     logger.info("%d rows, %d per step; steps %s", len(inputs.rows), rows_per_step(run_config), steps)
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
     if draft is None:
-        warn_of_few_steps(total_steps)
+        warn_of_few_steps(total_steps, run_config.max_steps)
 
     # A resumed run builds its draft from the saved master weights, otherwise from the previous stage.
     draft_weights = saved_draft(start.state) if start.state else inputs.draft
@@ -116,14 +117,14 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
     return finished
 
 
-def warn_of_few_steps(steps: int) -> None:
+def warn_of_few_steps(steps: int, max_steps: int | None) -> None:
     """Log a warning if a fresh draft trains for so few steps that it is rarely of use."""
     if steps < FEW_STEPS:
         logger.warning(
-            "%d steps are few: a fresh draft with less than %d is rarely faster than prompt lookup; use more data, "
-            "or train with the configuration your-model, which derives the steps from the data",
+            "%d steps are few: a fresh draft with less than %d is rarely faster than prompt lookup; %s",
             steps,
             FEW_STEPS,
+            "raise max_steps" if max_steps else f"train on about {math.ceil(FEW_STEPS / steps)} times as much data",
         )
 
 

@@ -90,8 +90,11 @@ def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
 def test_flash_attention_falls_back_to_sdpa_and_logs_it_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(varlen_flash, "installed_flash_attention", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     warn_once.cache_clear()
+    assert resolve_attention("flash_attention_2") == "sdpa" and not caplog.records, "a CPU has nothing to install"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     names = [resolve_attention("flash_attention_2") for _ in range(3)]
     assert names == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "PyTorch's own" in caplog.text

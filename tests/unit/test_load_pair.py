@@ -35,6 +35,7 @@ def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: py
         (tmp_path / folder).mkdir()
         pair = registry.choose_pair(name, None, None)
         assert (pair.target, pair.draft) == (f"folder of {name}", str(tmp_path / folder))
+        assert registry.choose_pair(None, name, None) == pair, "--target of longspec evaluate"
         assert registry.choose_pair(name, None, "mine").draft == "mine"
         assert registry.choose_target(name) == f"folder of {name}"
     assert registry.choose_pair(None, None, None) == registry.choose_pair("smollm2-135m", None, None)

@@ -49,6 +49,7 @@ def test_the_plan_fills_the_hours_and_is_a_valid_file(size: str, gpus: int, hour
     for stage in settings.training.stages.values():
         assert stage.tokens_per_step % (stage.max_length * gpus) == 0 and stage.max_length <= model.positions
     assert settings.prompts.contexts[1] < settings.training.stages["stage2"].max_length
+    assert settings.contexts == min(32768, model.positions)
 
 
 def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
@@ -100,6 +101,10 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and not root.exists()
     assert "this would take about" in line and "hours on 2 CPU cores; run it on a machine with a GPU" in line
+    command.main([str(folder), "--output_dir", str(root), "--dry_run"])
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: the plan is for this machine, where the run is refused: ")
+    assert note.endswith(line.removeprefix("error: "))
 
 
 def test_a_quantized_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,3 +147,5 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
+    # More contexts than the target has positions are the same plan.
+    command.main([str(folder), "--output_dir", str(tmp_path), "--contexts", "999999", "--dry_run"])

@@ -24,6 +24,7 @@ from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.pretrained import DRAFT_FOLDER
+from longspec.models.target_files import read_config
 
 
 def weights_equal(one: nn.Module, other: nn.Module) -> bool:
@@ -149,6 +150,17 @@ def test_a_pair_on_the_hub_loads_at_its_revision(tmp_path: Path, monkeypatch: py
     assert LlamaGlide.from_pretrained("someone/pair").draft_model.window == 64
     second = LlamaGlide.from_pretrained("someone/pair", revision="v2")
     assert second.draft_model.window == 96 and weights_equal(second, pair)
+
+
+def test_without_a_network_an_unknown_hub_id_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits before another request"))
+    with pytest.raises(UserError, match=r"^someone/target: no such folder, and the hub cannot be reached"):
+        read_config("someone/target")
 
 
 def test_a_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
 from longspec.train.markers import MARKER, read_marker
-from longspec.train.run import train
+from longspec.train.run import train, warn_of_few_steps
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
 
@@ -165,7 +165,9 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     train(configured(work, "resume=latest", "max_steps=3", *moved), Termination())
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3]
     assert "max_steps was 2, is 3; from step 3 on the learning rate follows" in caplog.text
-    assert "3 steps are few" in caplog.text
+    assert "3 steps are few" in caplog.text and "raise max_steps" in caplog.text
+    warn_of_few_steps(2, None)
+    assert "train on about 250 times as much data" in caplog.text
     bench = f"longspec bench {work}/elsewhere/target --draft {work}/out/checkpoint-last"
     assert f"{bench}\n" in caplog.text
 

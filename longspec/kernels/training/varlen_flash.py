@@ -37,7 +37,7 @@ def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 
 def resolve_attention(requested: str | None) -> str:
-    """The attention that training runs for a config's `attn_implementation`; logs once if it differs.
+    """The attention that training runs for a config's `attn_implementation`; logs once if a GPU's differs.
 
     None means "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any
     other name.
@@ -51,7 +51,7 @@ def resolve_attention(requested: str | None) -> str:
     # The compute capability is not read here, because that initializes CUDA. `_torch_has_flash` logs an old GPU.
     on_gpu = torch.cuda.is_available() and torch.version.hip is None
     used = (on_gpu and installed_flash_attention()) or "sdpa"
-    if used != name:
+    if used != name and torch.cuda.is_available():
         own = "PyTorch's own attention" if used == "sdpa" else used
         warn_once("attn_implementation: %s cannot be used here; training runs on %s", name, own)
     return used
