@@ -11,7 +11,7 @@ from longspec.errors import UserError, os_errors
 from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
 from longspec.locks import locked_file
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 
 
 class StdoutLines:
@@ -76,6 +76,5 @@ def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     line = json.dumps(summary, ensure_ascii=False)
     if str(path) == "-":
         print(line, file=sys.stderr)
-        return
-    with os_errors(f"--json {path}: cannot be written"), replacing(path) as unfinished:
-        unfinished.write_text(line + "\n")
+    else:
+        write_atomically(path, line + "\n")

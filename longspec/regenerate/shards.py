@@ -16,7 +16,7 @@ from longspec.errors import UserError, os_errors
 from longspec.jobs.job import differences
 from longspec.locks import locked
 from longspec.regenerate.settings import Settings
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
 PROVENANCE_NAME = "provenance.yaml"
@@ -67,13 +67,13 @@ class SplitShards:
                         "remove this one"
                     )
             else:
-                _write(file, yaml.safe_dump(facts, sort_keys=False))
+                write_atomically(file, yaml.safe_dump(facts, sort_keys=False))
             yield
 
     def write(self, shard: int, records: list[Record], dropped: Counter[str]) -> None:
         """Write a shard: a line with the counts of dropped texts, then a line per record."""
         lines = [{"dropped": dict(dropped)}, *records]
-        _write(self.path(shard), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        write_atomically(self.path(shard), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def merge(self) -> Path:
         """Write the split's file without duplicate or excluded prompts. Raises UserError if no record is left."""
@@ -101,8 +101,8 @@ class SplitShards:
         facts = _read_facts(self.folder / PROVENANCE_NAME)
         facts |= {"records": len(lines), "new_tokens": new_tokens, "dropped": dict(sorted(dropped.items()))}
         # The split's file comes last: if it exists, its provenance does, too.
-        _write(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
-        _write(self.output, "".join(lines))
+        write_atomically(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
+        write_atomically(self.output, "".join(lines))
         return self.output
 
 
@@ -136,10 +136,3 @@ def _prompt_keys(files: Sequence[str]) -> set[bytes]:
                 raise UserError(f"{path}, line {number}: exclude takes files that this command wrote")
             keys.add(prompt_key(record))
     return keys
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file atomically. Raises UserError if it cannot be written."""
-    advice = "the same command continues once this is fixed"
-    with os_errors(f"{file}: cannot be written", advice), replacing(file) as unfinished:
-        unfinished.write_bytes(text.encode())
