@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from longspec.data.prompts import PromptFiles
 from longspec.data.record_fields import unread_note
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
+from longspec.inference.device import versions
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
@@ -30,12 +30,9 @@ from longspec.regenerate.settings import LATER, Settings, check_settings
 from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
-from longspec.version import __version__
 
 BATCHES = 16
 """Largest number of batches that one call of the engine answers."""
-LIBRARIES = ("torch", "transformers")
-"""Libraries whose versions are noted with the text."""
 
 
 def regenerate(
@@ -154,5 +151,5 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
             del facts[name]  # folders of earlier versions lack this key
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
-    facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
+    facts["versions"] = versions()
     return facts
