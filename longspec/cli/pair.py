@@ -128,10 +128,7 @@ class LoadedPair:
 
 
 def open_pair(
-    source: PairOptions,
-    method: str | None,
-    repeats: bool = False,
-    applied: Collection[str] | None = FILE_OPTIONS,
+    source: PairOptions, method: str | None, repeats: bool = False, applied: Collection[str] | None = FILE_OPTIONS
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 

@@ -24,12 +24,7 @@ from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, draft_in_use
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
-from longspec.longbench.checks import (
-    check_batch_memory,
-    check_draft_settings,
-    check_numbers,
-    check_prompts,
-)
+from longspec.longbench.checks import check_batch_memory, check_draft_settings, check_numbers, check_prompts
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
 from longspec.longbench.tasks import TASKS
@@ -144,12 +139,7 @@ class EvaluationPlan:
     @property
     def record(self) -> dict[str, Any]:
         """The content of `run.json`: the configuration, and the paths of the inputs."""
-        return {
-            "run": self.configuration,
-            "target": self.pair.target,
-            "draft": self.draft,
-            "data": str(self.data_file),
-        }
+        return {"run": self.configuration, "target": self.pair.target, "draft": self.draft, "data": str(self.data_file)}
 
     @property
     def output_dir(self) -> Path:
