@@ -3,14 +3,12 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
-from longspec.locks import locked_file
 from longspec.replacing import write_atomically
 
 
@@ -54,13 +52,6 @@ class StdoutLines:
         """An answer for a terminal, below the number of its prompt if there are several."""
         text = printable(line["text"].strip()) + (" ..." if line["finish_reason"] == "length" else "")
         return text if self._is_one else f"prompt {line['index'] + 1}\n{text}\n"
-
-
-def locked_output(path: Path) -> AbstractContextManager[object]:
-    """Create an output file and its folder if needed, and lock the file. Raises UserError."""
-    with os_errors(f"--output {path}: its folder cannot be created"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return locked_file(path)
 
 
 def check_folder(path: Path | None, option: str) -> None:

@@ -4,6 +4,7 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from longspec.data.prompts import PromptFiles
 from longspec.data.record_fields import unread_note
+from longspec.data.records import Record
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.device import versions
@@ -79,19 +81,14 @@ def regenerate(
 
 
 def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count: Count) -> None:
+    def done(shard: int, records: list[Record], dropped: Counter[str]) -> None:
+        shards.write(shard, records, dropped)
+        count(0, len(shards.range(shard)))
+
     # The last answers of a call leave most rows idle, so that a call has many batches.
     most = max(1, BATCHES * writer.settings.batch_size // writer.settings.shard_size)
     while group := {shard: shards.range(shard) for shard in islice(own, most)}:
-        answers = 0
-
-        def progress(tokens: int, finished: int) -> None:
-            nonlocal answers
-            answers += finished
-            count(tokens, finished)
-
-        writer.write_shards(group, shards.write, progress)
-        # The prompts that were dropped without an answer.
-        count(0, sum(map(len, group.values())) - answers)
+        writer.write_shards(group, done, lambda tokens: count(tokens, 0))
 
 
 def _prepare(

@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from longspec.command_line import drafting_of
 from longspec.data.aligners import Turn
 from longspec.data.prompts import PromptFiles, SourcePrompt, answered, loops, user_turn_marks
 from longspec.data.records import Record
 from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
-from longspec.inference.arguments import end_tokens
+from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.request import Sampling, row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int, int], None]
-"""Called with the number of new tokens and of finished answers since the last call."""
+Progress = Callable[[int], object]
+"""Called with the number of new tokens since the last call."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 
@@ -55,7 +56,7 @@ class Writer:
         self.files = files
         self.family = model.config.model_type
         self.vocab_size = model.config.vocab_size
-        self.model, self.drafting = model, settings.drafting(model)
+        self.model, self.drafting = model, checked_drafting(model, drafting_of(settings), False)
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
 
@@ -96,7 +97,6 @@ class Writer:
         left = Counter(shard.number for shard in owners)
 
         def finish(number: int) -> None:
-            progress(0, 1)
             shard = owners[number]
             left[shard.number] -= 1
             if not left[shard.number]:
@@ -120,7 +120,7 @@ class Writer:
 
         def take(number: int, event: Tokens) -> None:
             answers[number] += event.ids
-            progress(len(event.ids), 0)
+            progress(len(event.ids))
 
         listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
@@ -132,7 +132,6 @@ class Writer:
         for shard in shards:
             prompts, samplings = [self.turn_opening] * len(shard.rows), [sampling] * len(shard.rows)
             self._request(shard, "turns", prompts, samplings, self.settings.max_turn_tokens, self.turn_stop_ids)
-        # Only answers count as finished prompts.
         self._answer(shards, progress)
         for shard in shards:
             shard.prompts = self._turn_prompts(shard)
