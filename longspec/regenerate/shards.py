@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
-from longspec.data.records import Record, parse_record
+from longspec.data.records import Record, RecordError, read_records
 from longspec.errors import UserError, os_errors
 from longspec.jobs.job import differences
 from longspec.locks import locked
@@ -125,14 +126,11 @@ def describe(output: Path) -> str:
 
 def _prompt_keys(files: Sequence[str]) -> set[bytes]:
     """The keys of all prompts in files that this command wrote."""
-    keys: set[bytes] = set()
-    if not files:
-        return keys
-    for path in data_files(files):
-        for number, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
-            record = parse_record(path, number, raw)
-            # Only records of this command have the prompt in the form that the key is computed from.
-            if "messages" not in record and "prefix" not in record:
-                raise UserError(f"{path}, line {number}: exclude takes files that this command wrote")
-            keys.add(prompt_key(record))
-    return keys
+
+    def key(record: Record) -> bytes:
+        # Only records of this command have the prompt in the form that the key is computed from.
+        if "messages" not in record and "prefix" not in record:
+            raise RecordError(None, "exclude takes files that this command wrote")
+        return prompt_key(record)
+
+    return set(chain.from_iterable(read_records(path, key) for path in (data_files(files) if files else ())))
