@@ -13,11 +13,12 @@ from experiments.claims import Goal, Verdict, check_goal, goal_verdict, paper_cl
 from longspec.errors import UserError, first_line
 from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import evaluate, evaluation_folder
-from longspec.pipeline.files import settings_file, write_atomically
+from longspec.pipeline.files import settings_file
 from longspec.pipeline.report import Tables, measured, write_page
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings, StageSettings, TrainingSettings, settings_yaml
 from longspec.pipeline.training import run_folder, stage_row, train
+from longspec.replacing import write_atomically
 
 T = TypeVar("T")
 TEXT = ("prompts", "answers", "cache")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING
 
 from longspec.errors import UserError
-from longspec.pipeline.samples import NOTHING, Figure, Samples, context_name
+from longspec.pipeline.samples import NOTHING, Figure, Samples, context_name, speed_ratio
 from longspec.pipeline.settings import TASKS
 
 PAPER = {
@@ -75,7 +75,7 @@ def goal_verdict(samples: Samples, goal: Goal) -> Verdict:
     lowest, group = min(measured, key=lambda pair: pair[0].value, default=(NOTHING, {}))
 
     if goal.figure == CONTEXTS:
-        name = f"tokens per round, {samples.length_ratio()[1]}"
+        name = f"tokens per round, {length_ratio(samples)[1]}"
     else:
         where = [*goal.tasks, *map(context_name, goal.contexts)]
         where += ["each " + " and ".join(goal.each)] if goal.each else []
@@ -90,12 +90,34 @@ def goal_verdict(samples: Samples, goal: Goal) -> Verdict:
 def _figure(samples: Samples, goal: Goal, **columns: Any) -> Figure:
     """The figure of a goal on the samples with these values of columns."""
     if goal.figure == CONTEXTS:
-        return samples.length_ratio()[0]
+        return length_ratio(samples)[0]
     if goal.figure == "tokens per round":
         return samples.tokens_per_round(goal.method, goal.temperature, **columns)
     if goal.figure == "tokens/s":
         return samples.tokens_per_second(goal.method, goal.temperature, **columns)
     return samples.speed_up(goal.method, goal.figure.removeprefix("tokens/s over "), goal.temperature, **columns)
+
+
+def length_ratio(samples: Samples) -> tuple[Figure, str]:
+    """The tree's tokens per round at the longest context divided by those at the shortest, and this ratio's name.
+
+    The ratio is that of the same answers, teacher-forced, if they were measured. Otherwise it compares different
+    prompts of the tasks that have samples at both contexts. Context 0, the bare question, does not count.
+    """
+    if len(samples.forced):
+        shortest, longest = samples.forced["length"].min(), samples.forced["length"].max()
+        same = speed_ratio(samples.read(longest), samples.read(shortest), seconds="rounds")
+        return same, f"{longest} over {shortest} tokens, the same text"
+    if len(samples.contexts) < 2:
+        return NOTHING, ""
+
+    first, last = samples.contexts[0], samples.contexts[-1]
+    both = set(samples.of("tree", context=first)["task"]) & set(samples.of("tree", context=last)["task"])
+    short, long = (samples.tokens_per_round("tree", context=one, task=tuple(both)) for one in (first, last))
+    # The relative errors of two independent figures add in squares.
+    ratio = long.value / short.value
+    error = ratio * ((long.error / long.value) ** 2 + (short.error / short.value) ** 2) ** 0.5
+    return Figure(ratio, error, long.samples), f"{last} over {first} tokens"
 
 
 def paper_claims(samples: Samples, arms: dict[str, float]) -> list[Verdict]:
@@ -107,7 +129,7 @@ def paper_claims(samples: Samples, arms: dict[str, float]) -> list[Verdict]:
         speedup = samples.speed_up("tree", "vanilla", task=task)
         rows.append(_holds(f"Speedup, {task}", f"{slowest} to {fastest} x", speedup, slowest))
 
-    ratio, contexts = samples.length_ratio()
+    ratio, contexts = length_ratio(samples)
     rows.append(_holds(f"Tokens per round at {contexts or 'the longest context'}", "3.97 / 4.01", ratio, 0.95))
     aime = samples.speed_up("tree", "vanilla", task="aime24")
     rows.append(_holds("Speedup on AIME24 (QwQ-32B in the paper)", "2.25 x", aime, 1.0))

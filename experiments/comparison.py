@@ -12,9 +12,10 @@ from experiments.arms import read_section, share_text
 from longspec.errors import UserError
 from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import evaluate, evaluation_folder
-from longspec.pipeline.files import settings_file, write_atomically
+from longspec.pipeline.files import settings_file
 from longspec.pipeline.settings import MethodSettings, Settings, check_settings, settings_yaml
 from longspec.pipeline.training import run_folder, stage_row, train
+from longspec.replacing import write_atomically
 
 BASELINES = "samples-baselines.jsonl"
 """The baselines' samples, next to those of each arm."""

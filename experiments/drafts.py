@@ -34,9 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         from experiments.drafts_page import write_results
         from longspec.locks import locked
         from longspec.pipeline.answers import CHAT
-        from longspec.pipeline.files import settings_file, write_atomically
+        from longspec.pipeline.files import settings_file
         from longspec.pipeline.run import steps_of
         from longspec.pipeline.settings import load_settings, settings_yaml
+        from longspec.replacing import write_atomically
 
     settings = load_settings(options.config, options.overrides)
     comparison = read_comparison(settings)

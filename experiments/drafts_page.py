@@ -22,13 +22,14 @@ from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import read_config
 from longspec.pipeline.cells import CELL_KEY, read_samples
 from longspec.pipeline.evaluation import evaluation_folder, shortened
-from longspec.pipeline.files import prompts_file, read_jsonl, write_atomically
+from longspec.pipeline.files import prompts_file, read_jsonl
 from longspec.pipeline.report import draw_lines, write_tables
 from longspec.pipeline.samples import Figure, pooled, prompt_names
 from longspec.pipeline.settings import FORCED
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import FACTS as STAGE_FACTS
 from longspec.pipeline.training import final_draft, run_folder, stage_row
+from longspec.replacing import write_atomically
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

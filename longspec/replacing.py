@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from longspec.errors import os_errors
+
 
 @contextmanager
 def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
@@ -35,6 +37,14 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
         else:
             unfinished.unlink(missing_ok=True)
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """Write a file completely or not at all, in a folder that is created if needed. Raises UserError."""
+    with os_errors(f"{file}: cannot be written", "the same command continues once this is fixed"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as unfinished:
+            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def sync(path: Path) -> None:

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from longspec.cli.train import ROOT
-from longspec.pipeline.files import write_atomically
 from longspec.pipeline.training import launch_line
+from longspec.replacing import write_atomically
 from longspec.train.checkpoint import read_draft
 from longspec.train.generations import STATES, find_latest
 from scripts.drill_faults import CPU_RANKS, END_LIMIT_S, KINDS, Live, environment, last_step, wait_until

@@ -153,13 +153,7 @@ def answer_prompts(
     rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
     """
     job = ResumableJob(
-        len(run.token_ids),
-        "prompt",
-        output,
-        stop,
-        replicas,
-        is_hidden=not sys.stderr.isatty(),
-        overwrites=overwrite,
+        len(run.token_ids), "prompt", output, stop, replicas, is_hidden=not sys.stderr.isatty(), overwrites=overwrite
     )
     file = None
     if output is not None:

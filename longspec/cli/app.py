@@ -1,7 +1,9 @@
 """The command `longspec`. torch is not imported before a command needs it, so help and completion are fast."""
 
+import importlib
 import os
 import sys
+from collections.abc import Callable
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,25 +54,13 @@ PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options":
 """Context settings that leave every option, --help included, to the command's own parser."""
 
 
-def evaluate(context: typer.Context) -> None:
-    """Measure a pair on LongBench tasks and AIME24 (`longspec evaluate --help`)."""
-    from longspec.longbench.command import main
+def passed_on(module: str) -> Callable[[typer.Context], None]:
+    """A command that leaves its arguments to the `main` of a module, which has a parser of its own."""
 
-    main(context.args, prog="longspec evaluate")
+    def run(context: typer.Context) -> None:
+        importlib.import_module(module).main(context.args, prog=f"longspec {context.info_name}")
 
-
-def regenerate(context: typer.Context) -> None:
-    """Write training text with the target (`longspec regenerate --help`)."""
-    from longspec.regenerate.command import main
-
-    main(context.args, prog="longspec regenerate")
-
-
-def draft(context: typer.Context) -> None:
-    """Train a draft for any target and measure it, in one command (`longspec draft --help`)."""
-    from longspec.pipeline.command import main
-
-    main(context.args, prog="longspec draft")
+    return run
 
 
 UsageError: Any = typer.BadParameter.__base__  # typer exports no name for it
@@ -138,9 +128,13 @@ app.command(
     rich_help_panel=USE,
     epilog=examples("longspec bench", "longspec bench llama8b --prompts prompts.txt --png speed.png"),
 )(bench)
-app.command(rich_help_panel=USE, context_settings=PASSED_ON)(evaluate)
-app.command(rich_help_panel=TRAIN, context_settings=PASSED_ON)(draft)
-app.command(rich_help_panel=TRAIN, context_settings=PASSED_ON)(regenerate)
+for name, module, panel, text in (
+    ("evaluate", "longspec.longbench.command", USE, "Measure a pair on LongBench tasks and AIME24"),
+    ("draft", "longspec.pipeline.command", TRAIN, "Train a draft for any target and measure it, in one command"),
+    ("regenerate", "longspec.regenerate.command", TRAIN, "Write training text with the target"),
+):
+    settings: dict[str, Any] = {"rich_help_panel": panel, "context_settings": PASSED_ON}
+    app.command(name, help=f"{text} (`longspec {name} --help`).", **settings)(passed_on(module))
 app.command(
     rich_help_panel=TRAIN,
     epilog=examples(

@@ -23,10 +23,7 @@ SEED = 0
 
 
 def compare(
-    pair: LoadedPair,
-    prompts: Sequence[Prompt],
-    sampling: SamplingOptions,
-    report: Callable[[str], object],
+    pair: LoadedPair, prompts: Sequence[Prompt], sampling: SamplingOptions, report: Callable[[str], object]
 ) -> dict[str, Any]:
     """Measure each method that the pair has a draft for. Returns a summary.
 

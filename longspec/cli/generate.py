@@ -24,7 +24,8 @@ from longspec.cli.options import (
     loading,
     option,
 )
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
+from longspec.locks import locked_file
 
 if TYPE_CHECKING:
     from longspec.cli.answers import PromptRun
@@ -73,7 +74,7 @@ def generate(
     Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
     """
     from longspec.cli.answers import answer_prompts
-    from longspec.cli.output import check_folder, locked_output, write_summary
+    from longspec.cli.output import check_folder, write_summary
     from longspec.cli.pair import SamplingOptions
     from longspec.cli.prompts import read_prompts
     from longspec.inference.process_group import shared_target
@@ -92,7 +93,9 @@ def generate(
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])
             if output is not None:
-                stack.enter_context(locked_output(output))
+                with os_errors(f"--output {output}: its folder cannot be created"):
+                    output.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked_file(output))
             return asked, sampling
 
         # Only rank 0 reads stdin. It locks the output before the weights are loaded.

@@ -3,15 +3,13 @@
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
-from longspec.locks import locked_file
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 
 
 class StdoutLines:
@@ -56,13 +54,6 @@ class StdoutLines:
         return text if self._is_one else f"prompt {line['index'] + 1}\n{text}\n"
 
 
-def locked_output(path: Path) -> AbstractContextManager[object]:
-    """Create an output file and its folder if needed, and lock the file. Raises UserError."""
-    with os_errors(f"--output {path}: its folder cannot be created"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return locked_file(path)
-
-
 def check_folder(path: Path | None, option: str) -> None:
     """Raise UserError if the folder of a file that an option names does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
@@ -76,6 +67,5 @@ def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     line = json.dumps(summary, ensure_ascii=False)
     if str(path) == "-":
         print(line, file=sys.stderr)
-        return
-    with os_errors(f"--json {path}: cannot be written"), replacing(path) as unfinished:
-        unfinished.write_text(line + "\n")
+    else:
+        write_atomically(path, line + "\n")

@@ -18,8 +18,7 @@ from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import check_sampling, checked_drafting, chosen_attention, end_tokens
-from longspec.inference.engine.requests import Request
-from longspec.inference.generate import GenerationOutput, generate, request_sampling
+from longspec.inference.generate import GenerationOutput, generate, make_requests
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS, Drafting
@@ -121,26 +120,15 @@ class LoadedPair:
     ) -> GenerationStats:
         """Call `inference.answering.answer_all` on token ids. seeds: one per prompt."""
         drafting = checked_drafting(self.model, Drafting(self.method, **self.drafting), False)
-        options, stop_ids = self._arguments(sampling), frozenset(self.stop_ids)
-        names = ("max_new_tokens", "temperature", "top_p", "top_k")
-        new_tokens, temperature, top_p, top_k = (options.pop(name) for name in names)
-        settings = [
-            request_sampling(self.model, options, stop_ids, temperature, top_p, top_k, len(prompt))
-            for prompt in prompts
-        ]
-        requests = [
-            Request(prompt, new_tokens, replace(own, seed=seed), stop_ids)
-            for prompt, own, seed in zip(prompts, settings, seeds, strict=True)
-        ]
+        options = self._arguments(sampling)
+        shape = (options.pop(name) for name in ("max_new_tokens", "temperature", "top_p", "top_k"))
+        requests = make_requests(self.model, prompts, seeds, options, self.stop_ids, *shape)
         attention = chosen_attention("auto", self.deterministic)
         return answer_all(self.model, drafting, requests, max_rows, listener, attention, window=window)
 
 
 def open_pair(
-    source: PairOptions,
-    method: str | None,
-    repeats: bool = False,
-    applied: Collection[str] | None = FILE_OPTIONS,
+    source: PairOptions, method: str | None, repeats: bool = False, applied: Collection[str] | None = FILE_OPTIONS
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 

@@ -39,13 +39,13 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
     folder lets one process build at a time, and the others then read its table. Raises UserError if the table cannot be
     written.
     """
-    if not folder.exists() or _damage(folder):
+    if not folder.exists() or _is_damaged(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 # Another process may have rebuilt it while this one waited for the lock.
-                if damage := _damage(folder):
-                    logger.warning("cached table %s: %s; it is rebuilt", folder, damage)
+                if folder.exists() and _is_damaged(folder):
+                    logger.warning("cached table %s has changed since it was written; it is rebuilt", folder)
                     shutil.rmtree(folder)
                 if not folder.exists():
                     with replacing(folder, folder=True) as unfinished:
@@ -63,17 +63,12 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
     return Dataset(concat_tables(tables), fingerprint=folder.name)
 
 
-def _damage(folder: Path) -> str | None:
-    """The first difference between `folder` and its digests; None if there is none or the folder does not exist."""
-    if not folder.exists():
-        return None
+def _is_damaged(folder: Path) -> bool:
+    """Whether a table differs from its digests, or one of them is missing or unreadable."""
     try:
-        expected = json.loads((folder / DIGESTS).read_text())
-        actual = _digests(folder)
-    except (OSError, ValueError) as error:
-        return f"{DIGESTS} or a table is missing or unreadable ({first_line(error)})"
-    changed = sorted(name for name in {*expected, *actual} if expected.get(name) != actual.get(name))
-    return f"{changed[0]} has changed since it was written" if changed else None
+        return json.loads((folder / DIGESTS).read_text()) != _digests(folder)
+    except (OSError, ValueError):
+        return True
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -62,8 +62,4 @@ class Collator:
             if start < length:
                 borders.append((row_number + 1) * length)
 
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "cu_seqlens": torch.tensor(borders, dtype=torch.int32),
-        }
+        return {"input_ids": input_ids, "labels": labels, "cu_seqlens": torch.tensor(borders, dtype=torch.int32)}

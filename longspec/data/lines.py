@@ -1,33 +1,20 @@
-"""Data files and their lines: content digests, and a table that gives random access to all lines."""
-
-from __future__ import annotations
+"""Data files and their lines: content digests, and blocks of lines that are read in any order."""
 
 import glob
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from longspec.digests import content_hash, file_digests
 from longspec.errors import UserError
-from longspec.extras import extra
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Files = str | Path | Iterable[str | Path]
 """One or more files, folders or glob patterns."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""
-VERSION = 2
-"""Version of the cached tables. Increase it when the columns of lines or the digests of tables change."""
-LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "int64"}
-"""Columns of the table of lines (see `index_lines`)."""
 
 
 def data_files(files: Files) -> list[str]:
@@ -77,88 +64,58 @@ def content_digests(files: Files) -> list[FileDigest]:
     return list(map(FileDigest, paths, file_digests(paths)))
 
 
-def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str | None = None) -> Dataset:
-    """A memory-mapped table of all non-blank lines of the files that `content_digests` returned.
+class Block(NamedTuple):
+    """Successive lines of a data file."""
 
-    Columns: `file`, `line` (from 1), `start` (byte offset) and `digest`, 64 bits over path, line number and the line's
-    bytes. Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028. The table
-    is cached by the files' paths and content digests. Raises UserError if all lines are blank, a file has changed since
-    it was digested, or the package datasets is missing.
+    path: str
+    line: int
+    """Number of the first line, from 1."""
+    start: int
+    """Offset in bytes. Not in characters, because `read_lines` seeks."""
+    size: int
+    """Number of bytes."""
+    digest: str
+    """That of the bytes."""
+
+
+def line_blocks(files: Sequence[FileDigest], count: int) -> Iterator[Block]:
+    """All lines of the files that `content_digests` returned, in blocks of at most `count` lines.
+
+    Raises UserError at the end of a file that has changed since it was digested, and at the end if all lines are blank.
     """
-    with extra("train"):
-        from datasets import Dataset, Features, Value
-        from datasets.exceptions import DatasetGenerationError
-
-    from longspec.data.cache import cache_folder, cached_table
-
-    # Only the first line is read, so its file cannot be compared with its digest yet.
-    unverified = [FileDigest(file.path, "") for file in digests]
-    if next(_lines(unverified), None) is None:
-        names = ", ".join(file.path for file in digests[:3])
-        raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
-    workers = min(num_proc, len(digests))
-
-    features = Features({name: Value(dtype) for name, dtype in LINE_COLUMNS.items()})
-
-    def build(folder: str) -> None:
-        try:
-            Dataset.from_generator(
-                _lines,
-                features=features,
-                cache_dir=folder,
-                gen_kwargs={"files": list(digests)},
-                num_proc=workers if workers > 1 else None,
-            )
-        # datasets wraps every exception of the generator.
-        except DatasetGenerationError as error:
-            if isinstance(error.__cause__, UserError):
-                raise error.__cause__ from error
-            raise
-
-    # The paths are part of the name, because they are a column of the table.
-    name = content_hash(json.dumps([VERSION, digests]).encode()).hexdigest()
-    return cached_table(cache_folder(cache_dir) / f"lines-{name}", build)
-
-
-def _lines(files: list[FileDigest]) -> Iterator[dict[str, Any]]:
-    """The non-blank lines of `files`, as rows of LINE_COLUMNS.
-
-    Raises UserError at the end of a file whose bytes do not have the digest. An empty digest is not compared.
-    """
+    is_blank = True
     for path, expected in files:
-        # The digest covers the bytes that are indexed here, not those of a second read.
-        whole = content_hash()
+        # The digest covers the bytes of the blocks, not those of a second read.
+        whole, number, start = content_hash(), 1, 0
         with open(path, "rb") as handle:
-            start = 0
-            for number, raw in enumerate(handle, 1):
+            while own := list(islice(handle, count)):
+                raw = b"".join(own)
                 whole.update(raw)
-                if raw.strip():
-                    yield {"file": path, "line": number, "start": start, "digest": _line_digest(path, number, raw)}
-                # In bytes, so that `read_lines` can seek in files of any encoding.
-                start += len(raw)
-        if expected and whole.hexdigest() != expected:
+                is_blank &= not raw.strip()
+                yield Block(path, number, start, len(raw), content_hash(raw).hexdigest())
+                number, start = number + len(own), start + len(raw)
+        if whole.hexdigest() != expected:
             raise _changed(path)
+    if is_blank:
+        names = ", ".join(file.path for file in files[:3])
+        raise UserError(f"no record in {names}{' …' if len(files) > 3 else ''}: all lines are blank")
 
 
-def _line_digest(path: str, number: int, raw: bytes) -> int:
-    # Two equal lines at different places are two samples, so the place is part of the digest.
-    digest = hashlib.blake2b(f"{path}\0{number}\0".encode(errors="surrogateescape"), digest_size=8)
-    digest.update(raw)
-    return int.from_bytes(digest.digest(), "little", signed=True)
+def read_lines(blocks: Iterable[Block]) -> Iterator[tuple[str, int, bytes]]:
+    """File, line number and bytes of each non-blank line. Raises UserError for a block that has changed since.
+
+    Only b"\n" ends a line, because a JSON string may contain other line separators, such as U+2028.
+    """
+    for path, first, start, size, digest in blocks:
+        with open(path, "rb") as handle:
+            handle.seek(start)
+            raw = handle.read(size)
+        if content_hash(raw).hexdigest() != digest:
+            raise _changed(path)
+        for number, line in enumerate(raw.split(b"\n"), first):
+            if line.strip():
+                yield path, number, line
 
 
 def _changed(path: str) -> UserError:
     return UserError(f"data file '{path}' changed while it was read; start again once nothing writes to it")
-
-
-def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
-    """File, line number and bytes of each row of `index_lines`. Raises UserError for a line that has changed since."""
-    rows = zip(*(index[name] for name in ("file", "line", "start", "digest")), strict=True)
-    for path, own in groupby(rows, itemgetter(0)):
-        with open(path, "rb") as handle:
-            for _, number, start, digest in own:
-                handle.seek(start)
-                raw = handle.readline()
-                if _line_digest(path, number, raw) != digest:
-                    raise _changed(path)
-                yield path, number, raw

@@ -1,12 +1,14 @@
 """Records of JSONL files: their fields and kinds."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from longspec.errors import UserError
 
+T = TypeVar("T")
 Record = dict[str, Any]
 """A JSON object from one line of a file."""
 WHERE = "_where"
@@ -79,6 +81,17 @@ def parse_record(path: str, line: int, raw: bytes) -> Record:
     if not isinstance(record, dict):
         raise UserError(f"{path}, line {line}: must be a JSON object with named fields, not {type(record).__name__}")
     return {**record, WHERE: f"{path}:{line}"}
+
+
+def read_records(path: str | Path, read: Callable[[Record], T]) -> Iterator[T]:
+    """What `read` makes of the record on each non-blank line. Raises UserError with file, line and field."""
+    with open(path, "rb") as handle:
+        for number, raw in enumerate(handle, 1):
+            if raw.strip():
+                record = parse_record(str(path), number, raw)
+                with located(str(path), number):
+                    value = read(record)
+                yield value
 
 
 def is_list_of_pairs(record: Record) -> bool:

@@ -1,7 +1,6 @@
 """The chat format and special tokens of a target: the published ones for a published pair, otherwise its own."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from longspec.chat_template import template_text
@@ -13,28 +12,17 @@ AUTO = "auto"
 CHAT_FORMAT_CHOICES = (AUTO, *CHAT_FORMATS)
 
 
-@dataclass(frozen=True)
-class PublishedTarget:
-    """Token ids that a published draft was trained with; None for the target's own."""
-
-    eos_token_id: int | None = None
-    pad_token_id: int | None = None
-
-
-PUBLISHED_TARGETS = {
-    "lmsys/vicuna-7b-v1.5-16k": PublishedTarget(),
-    "lmsys/vicuna-13b-v1.5-16k": PublishedTarget(),
-    "lmsys/longchat-7b-v1.5-32k": PublishedTarget(),
-    "lmsys/longchat-13b-16k": PublishedTarget(),
-    "gradientai/Llama-3-8B-Instruct-262k": PublishedTarget(128009, 128001),
-    "Qwen/QwQ-32B-Preview": PublishedTarget(151645, 151643),
+OWN_IDS = (None, None)
+PUBLISHED_TARGETS: dict[str, tuple[int | None, int | None]] = {
+    "lmsys/vicuna-7b-v1.5-16k": OWN_IDS,
+    "lmsys/vicuna-13b-v1.5-16k": OWN_IDS,
+    "lmsys/longchat-7b-v1.5-32k": OWN_IDS,
+    "lmsys/longchat-13b-16k": OWN_IDS,
+    "gradientai/Llama-3-8B-Instruct-262k": (128009, 128001),
+    "Qwen/QwQ-32B-Preview": (151645, 151643),
 }
-"""Published token ids by hub id. A copy of a target at another path uses its own."""
-
-
-def published_target(target: str) -> PublishedTarget:
-    """The published token ids of `target`; those of an unpublished target are None."""
-    return PUBLISHED_TARGETS.get(target, PublishedTarget())
+"""EOS and pad ids that the published drafts were trained with, by hub id of the target; None for the target's own. A
+copy of a target at another path uses its own."""
 
 
 def resolve_chat_format(

@@ -106,11 +106,7 @@ def composed(kind: str, prompt: str, templates: Mapping[str, str] | None = None)
 
 
 def render(
-    record: AlignedRecord,
-    family: str,
-    tokenizer: Any,
-    chat_format: str,
-    templates: Mapping[str, str] | None = None,
+    record: AlignedRecord, family: str, tokenizer: Any, chat_format: str, templates: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
     """The prompt text and the answer text of a record, without EOS. The prompt of plain text is empty.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -143,7 +143,6 @@ def generate(
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
     pad_id = pad_token(model, pad_token_id)
-    samplings = [request_sampling(model, options, eos_ids, temperature, top_p, top_k, len(row)) for row in rows]
     check_seed(seed, len(rows))
     attention = chosen_attention(attention, deterministic)
     if batch_size is not None:
@@ -151,10 +150,8 @@ def generate(
         if streamer is not None or stopping_criteria:
             raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
     seeds = row_seeds(seed, len(rows), greedy=temperature == 0)
-    requests = [
-        Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
-        for row, sampling, own in zip(rows, samplings, seeds, strict=True)
-    ]
+    prompts, sampling = [row.tolist() for row in rows], (temperature, top_p, top_k)
+    requests = make_requests(model, prompts, seeds, options, eos_ids, max_new_tokens, *sampling)
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
     is_last = _stops(stopping_criteria, input_ids.to(device), answers) if stopping_criteria else None
@@ -179,19 +176,25 @@ def generate(
     return _output(rows, answers, pad_id, device, stats)
 
 
-def request_sampling(
+def make_requests(
     model: GlideMixin,
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int | None],
     options: Mapping[str, Any],
     eos_ids: Collection[int],
+    max_new_tokens: int,
     temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    prompt_length: int = 0,
-) -> Sampling:
-    """The sampling settings of requests without a seed. options: as for `generate`. Raises UserError."""
-    config = model.generation_config
-    penalties = merged_settings(options, config, eos_ids, model.config.vocab_size, prompt_length)
-    return Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
+    top_p: float,
+    top_k: int,
+) -> list[Request]:
+    """A request for each prompt, with a seed of its own. options: as for `generate`. Raises UserError."""
+    config, vocab, stops = model.generation_config, model.config.vocab_size, frozenset(eos_ids)
+    filters, requests = filter_values(options, config), []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        penalties = merged_settings(options, config, eos_ids, vocab, len(prompt))
+        sampling = Sampling(temperature, top_p, top_k, seed, **filters, **penalties)
+        requests.append(Request(prompt, max_new_tokens, sampling, stops))
+    return requests
 
 
 def _output(

@@ -27,8 +27,7 @@ class Pair:
 
 def _published(name: str, target: str, max_positions: int) -> Pair:
     draft = "sail/longspec-" + target.split("/")[1]
-    token_ids = PUBLISHED_TARGETS[target]
-    return Pair(name, target, draft, max_positions, token_ids.eos_token_id, token_ids.pad_token_id)
+    return Pair(name, target, draft, max_positions, *PUBLISHED_TARGETS[target])
 
 
 PUBLISHED_PAIRS = {

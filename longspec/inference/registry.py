@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.pairs import PAIRS, PUBLISHED_PAIRS, Pair
 from longspec.models.draft_files import DRAFT_FOLDER, resolve_draft
 from longspec.models.packaged_targets import QWEN_CODER, SMOLLM2
@@ -50,6 +51,13 @@ def choose_pair(model_name: str | None, target: str | None, draft: str | None) -
 def named_pair(name: str, draft: str | None = None) -> Pair:
     """A pair by its name, or by the hub id, folder or GGUF file of its target. draft: as for `choose_pair`."""
     return choose_pair(None, name, draft)
+
+
+def draft_in_use(pair: Pair, method: str, given: str | None) -> str | None:
+    """The draft that the method takes, or the given one if it takes none. Raises UserError if it needs one."""
+    if method in GLIDE_METHODS and pair.draft is None:
+        raise UserError(f"method: {method} needs a trained draft of {pair.target}; give its draft, or method lookup")
+    return pair.draft if method in (*GLIDE_METHODS, AUTO) else given
 
 
 def choose_target(name: str) -> str:

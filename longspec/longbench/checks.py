@@ -1,9 +1,7 @@
 """Checks of the command's options that need no weights. Each raises a UserError that starts with the option's name."""
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,20 +31,6 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("seed", "top_k"):
         if getattr(options, name) >= INT64_LIMIT:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {INT64_LIMIT}")
-
-
-def check_output(folder: str | None) -> None:
-    """Raise UserError if the output folder clearly cannot be created or written. Creates nothing."""
-    path = Path(folder or ".").absolute()
-    try:
-        # The folder need not exist: the nearest existing parent decides.
-        existing = next(part for part in (path, *path.parents) if part.exists())
-    except OSError as error:
-        raise UserError(f"--output_dir: {folder}: {error.strerror}; give a folder") from error
-    if not existing.is_dir():
-        raise UserError(f"--output_dir: {folder}: {existing} is a file; give a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir: {folder}: {existing} cannot be written; give another folder")
 
 
 def check_draft_settings(options: argparse.Namespace, draft: str) -> None:

@@ -3,15 +3,14 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from longspec.command_line import drafting_of
 from longspec.inference import load_pair
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting, end_tokens
-from longspec.inference.engine.requests import Request, Tokens
-from longspec.inference.generate import generate, request_sampling
+from longspec.inference.engine.requests import Tokens
+from longspec.inference.generate import generate, make_requests
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats
 from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
@@ -123,23 +122,21 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
             add(indices[number], answers[number], stats, count)
 
         listener = Listener(take, finish, job.is_stopped, in_blocks=True)
-        drafting = checked_drafting(model, drafting_of(plan.options), False)
-        kernels = plan.options.attention, plan.options.compile
-        answer_all(model, drafting, [_request(model, plan, index) for index in indices], rows, listener, *kernels)
+        options, eos_token_id = plan.options, plan.pair.eos_token_id
+        eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+        ids, seeds = (
+            [prompts[index].token_ids for index in indices],
+            [row_seed(options.seed, index) for index in indices],
+        )
+        shape = plan.max_new_tokens, options.temperature, options.top_p, options.top_k
+        requests = make_requests(model, ids, seeds, plan.token_options, eos_ids, *shape)
+        drafting = checked_drafting(model, drafting_of(options), False)
+        answer_all(model, drafting, requests, rows, listener, options.attention, options.compile)
 
     missing = [index for index in range(len(prompts)) if index not in results.done]
     work = work_one_by_one if rows == 1 else work_together
     label = f"{plan.options.task}, {plan.options.method}"
     job.run(missing, lambda index: len(prompts[index].token_ids) + plan.max_new_tokens, work, len(results.done), label)
-
-
-def _request(model: GlideMixin, plan: EvaluationPlan, index: int) -> Request:
-    options, eos_token_id = plan.options, plan.pair.eos_token_id
-    eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
-    shape = options.temperature, options.top_p, options.top_k
-    sampling = request_sampling(model, plan.token_options, eos_ids, *shape)
-    seeded = replace(sampling, seed=row_seed(options.seed, index))
-    return Request(plan.selection.prompts[index].token_ids, plan.max_new_tokens, seeded, frozenset(eos_ids))
 
 
 def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:

@@ -16,22 +16,15 @@ from transformers import PreTrainedConfig
 from longspec.command_line import DRAFTING, drafting_of
 from longspec.data.target_format import resolve_chat_format
 from longspec.digests import content_hash, file_digest
-from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import read_target
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
-from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair
+from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, draft_in_use
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
-from longspec.longbench.checks import (
-    check_batch_memory,
-    check_draft_settings,
-    check_numbers,
-    check_output,
-    check_prompts,
-)
+from longspec.longbench.checks import check_batch_memory, check_draft_settings, check_numbers, check_prompts
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
 from longspec.longbench.tasks import TASKS
@@ -72,6 +65,8 @@ class EvaluationPlan:
     tokenizer: Any
     chat_format: str
     """The chat format of the prompts, one of CHAT_FORMATS."""
+    draft: str | None
+    """Path or hub id of the draft; None if the method needs none and the options name none."""
     draft_state: dict[str, Tensor] | None
     """Weights of the draft; None if no draft is used."""
     selection: Selection
@@ -82,11 +77,6 @@ class EvaluationPlan:
     """The attention backend: "flash", "triton", "native", "sdpa" or "deterministic"."""
     notes: list[str] = field(default_factory=list)
     """Lines for the user: the chat format if it is not obvious, and the prompts that are left out."""
-
-    @property
-    def draft(self) -> str | None:
-        """Path or hub id of the draft; None if the method needs none and the options name none."""
-        return _draft_in_use(self.options, self.pair)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -149,12 +139,7 @@ class EvaluationPlan:
     @property
     def record(self) -> dict[str, Any]:
         """The content of `run.json`: the configuration, and the paths of the inputs."""
-        return {
-            "run": self.configuration,
-            "target": self.pair.target,
-            "draft": self.draft,
-            "data": str(self.data_file),
-        }
+        return {"run": self.configuration, "target": self.pair.target, "draft": self.draft, "data": str(self.data_file)}
 
     @property
     def output_dir(self) -> Path:
@@ -174,7 +159,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     check_numbers(options)
-    check_output(options.output_dir)
     device = choose_device(options.device)
 
     pair = choose_pair(options.model_name, options.target, options.draft)
@@ -187,7 +171,8 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
 
     # Loaded on the CPU here; a draft is small, and a wrong one should fail before the target loads.
     draft_state = None
-    draft = _draft_in_use(options, pair)
+    # One that is named but not used is checked as well.
+    draft = draft_in_use(pair, options.method, options.draft)
     if draft:
         draft_state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
         check_draft_settings(options, draft)
@@ -216,6 +201,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         max_positions=max_positions,
         tokenizer=tokenizer,
         chat_format=chat_format,
+        draft=draft,
         draft_state=draft_state,
         selection=selection,
         max_new_tokens=max_new_tokens,
@@ -224,13 +210,3 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         attention=attention,
         notes=notes,
     )
-
-
-def _draft_in_use(options: argparse.Namespace, pair: Pair) -> str | None:
-    """The draft that the method needs, or that the options name anyway, in which case it is checked as well."""
-    if options.method in GLIDE_METHODS:
-        if pair.draft is None:
-            advice = "give its path, or a pair with --model_name"
-            raise UserError(f"--draft: method {options.method} needs the draft of {pair.target}; {advice}")
-        return pair.draft
-    return pair.draft if options.method == AUTO else options.draft

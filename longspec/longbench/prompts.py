@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from longspec.data.records import Record, RecordError, located, parse_record, text_of
+from longspec.data.records import Record, RecordError, read_records, text_of
 from longspec.data.templates import chat_prompt, check_template, encode_texts, lead_in
 from longspec.errors import UserError, first_line
 from longspec.longbench.tasks import TASKS, Task
@@ -91,13 +91,7 @@ def read_questions(
     template = prompt or (task.published_prompt if chat_format == "published" else task.prompt)
     answer_prefix = "" if prompt else lead_in(task.answer_prefix, family, chat_format)
 
-    questions = []
-    with path.open("rb") as handle:
-        for number, raw in enumerate(handle, 1):
-            if raw.strip():
-                record = parse_record(str(path), number, raw)
-                with located(str(path), number):
-                    questions.append(_question(task, record, template, answer_prefix))
+    questions = list(read_records(path, lambda record: _question(task, record, template, answer_prefix)))
     if not questions:
         raise UserError(f"{path}: no record, all lines are blank")
     return questions

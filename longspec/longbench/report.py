@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from longspec.errors import os_errors
 from longspec.inference.device import device_name, versions
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.results import Line, json_bytes
 from longspec.longbench.prompts import TaskPrompt
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 
 
 def sample_line(
@@ -102,9 +101,7 @@ def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path` atomically. Raises UserError."""
-    advice = "the same command continues once this is fixed"
-    with os_errors(f"{path}: cannot be written", advice), replacing(path) as unfinished:
-        unfinished.write_bytes(json_bytes(content, indent=2) + b"\n")
+    write_atomically(path, json_bytes(content, indent=2) + b"\n")
 
 
 def table(summary: dict[str, Any]) -> str:

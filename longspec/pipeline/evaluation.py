@@ -1,13 +1,13 @@
 """The evaluation: held-out prompts decoded with every method, on all GPUs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers.utils import logging
 
 from longspec import generate, load_pair
@@ -15,6 +15,7 @@ from longspec.data.prompts import loops
 from longspec.errors import UserError
 from longspec.inference.device import device_name, versions
 from longspec.inference.options import WITHOUT_FILE
+from longspec.jobs.job import Count, ResumableJob
 from longspec.models.content import state_digest
 from longspec.pipeline.cells import Cell, SampleFile, cells, prompt_digest
 from longspec.pipeline.files import claim
@@ -24,6 +25,7 @@ from longspec.pipeline.settings import FORCED, HEAD_TOKENS, MethodSettings, Sett
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft
 from longspec.ranks.replicas import Replicas
+from longspec.signals import StopSignals
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""
@@ -54,24 +56,34 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     facts |= {"device": device_name(decoder.model.device), "versions": versions()}
     replicas.from_rank_zero(lambda: claim(folder / FACTS, facts))
 
-    grid = list(cells(settings.evaluation, root))
-    # All methods of a task and context run on the same device, because they are compared.
-    groups = list(dict.fromkeys((cell.task, cell.context) for cell in grid))
-    own = [cell for cell in grid if groups.index((cell.task, cell.context)) % replicas.size == replicas.rank]
     samples = SampleFile(folder, replicas.rank)
-    missing = [(cell, samples.missing(cell)) for cell in own]
-    total = sum(len(prompts) for _, prompts in missing)
+    # All methods of a task and context run on the same device, because they are compared.
+    grid = cells(settings.evaluation, root)
+    groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
+    total = sum(len(cell.prompts) for cell in chain(*groups))
+    done = total - sum(len(samples.missing(cell)) for cell in chain(*groups))
     warmed_up: set[tuple[str, float, int]] = set()
-    with tqdm(total=total, desc="evaluation", unit="sample", disable=replicas.rank > 0) as bar:
-        for cell, prompts in missing:
+
+    def work(own: Iterator[list[Cell]], count: Count) -> None:
+        for cell in chain.from_iterable(own):
             kernels = cell.method.name, cell.temperature, cell.context
             is_forced = cell.method.kind == FORCED
+            prompts = samples.missing(cell)
             if prompts and kernels not in warmed_up and not is_forced:  # forced rounds are not timed
                 warmed_up.add(kernels)
                 decoder.sample(cell, cell.prompts[0], warm_up=True)
             for prompt in prompts:
-                samples.append(decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else []))
-                bar.update()
+                sample = decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else [])
+                samples.append(sample)
+                count(sample["new_tokens"], 1)
+
+    def load(group: list[Cell]) -> int:
+        return sum(len(cell.prompts) * (cell.context + cell.max_new_tokens) for cell in group)
+
+    # A stop signal ends the process at once.
+    job = ResumableJob(total, "sample", folder, StopSignals(), replicas)
+    job.run(groups, load, work, done, "evaluation")
+    job.end(total)
 
 
 def shortened(ids: list[int], tokens: int | None) -> list[int]:
@@ -114,10 +126,8 @@ class Decoder:
         }
 
     def _forced(self, method: MethodSettings, ids: list[int], answer: Sequence[int]) -> dict[str, Any]:
-        text = torch.tensor([*ids, *answer], device=self.model.device)
-        sums = forced_acceptance(self.model, [text], [len(ids)], method.tree_shape)
-        figures = {"rounds": sums["rounds"], "decoded_tokens": sums["tokens"], "bound": sums["bound"]}
-        return figures | {"last_tokens": method.last_tokens, "token_ids": list(answer)}
+        figures = forced_acceptance(self.model, ids, answer, method.tree_shape)
+        return {**figures, "last_tokens": method.last_tokens, "token_ids": list(answer)}
 
     def _generate(self, cell: Cell, ids: list[int], seed: int, warm_up: bool) -> dict[str, Any]:
         method = cell.method

@@ -6,7 +6,7 @@ from typing import Any
 
 from longspec.errors import UserError
 from longspec.pipeline.settings import StageSettings
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 
 
 def settings_file(root: Path) -> Path:
@@ -37,13 +37,6 @@ def claim(file: Path, facts: dict[str, Any]) -> None:
         )
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as unfinished:
-        unfinished.write_text(text)
-
-
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
     """The records of a JSONL file. An incomplete last line is ignored."""
     lines = file.read_bytes().split(b"\n")[:-1]
@@ -70,6 +63,6 @@ def training_files(root: Path, stage: StageSettings) -> list[str]:
                 lines = whole.read_bytes().splitlines(keepends=True)
                 kept = min(count, len(lines))
                 chosen = (lines[number * len(lines) // kept] for number in range(kept))
-                write_atomically(part, b"".join(chosen).decode())
+                write_atomically(part, b"".join(chosen))
             files.append(str(part))
     return files

@@ -25,49 +25,44 @@ from longspec.kernels.shared.watch import Watch
 class TextSampler(Sampler):
     """Chooses the next token of a fixed text in place of the target's argmax, and keeps the target's logits."""
 
-    def __init__(self, rows: Tensor, read: Sequence[int], shape: Sequence[int]) -> None:
-        """rows: LongTensor [B, T], padded on the right; read: number of tokens per row that the target has read."""
+    def __init__(self, text: Tensor, read: int, shape: Sequence[int]) -> None:
+        """text: LongTensor [T]. read: number of its tokens that the target has read."""
         super().__init__()
-        self.rows, self.read = rows, torch.tensor(read, device=rows.device)
-        self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(rows.device)
+        self.text, self.read = text, torch.tensor([read], device=text.device)  # a copy shares the tensor
+        self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(text.device)
         self.seen: list[Tensor] = []
-        """Target logits [B, N, V] at the nodes of the last round, also of those that a copy has read."""
+        """Target logits [1, N, V] at the nodes of the last round, also of those that a copy has read."""
 
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
-        if logits.dim() == 2:  # [B, V] after prefill
-            return self.rows.gather(1, self.read[:, None])[:, 0]
+        if logits.dim() == 2:  # [1, V] after prefill
+            return self.text[self.read]
         self.seen[:] = [logits]
-        following = self.read[:, None] + self.levels + 1
-        return self.rows.gather(1, following.clamp(max=self.rows.shape[1] - 1))
+        return self.text[(self.read + self.levels + 1).clamp(max=len(self.text) - 1)][None]
 
 
 @torch.no_grad()
 def forced_acceptance(
-    model: Any, texts: Sequence[Tensor], prompt_lengths: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
+    model: Any, prompt: Sequence[int], answer: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
 ) -> dict[str, float]:
-    """Sums over teacher-forced rounds: "rounds", "tokens" emitted, and "bound", the bound at temperature 1.
+    """Sums over teacher-forced rounds: "rounds", "decoded_tokens", and "bound", the bound at temperature 1.
 
-    texts: LongTensors [T], prompt and answer, on the model's device. prompt_lengths: prompt tokens of each text. shape:
-    nodes per level of the tree.
+    shape: nodes per level of the tree.
     """
-    rows = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-    ends = torch.tensor([len(text) for text in texts], device=rows.device)
-    sampler = TextSampler(rows, prompt_lengths, shape)
+    text = torch.tensor([*prompt, *answer], device=model.device)
+    sampler = TextSampler(text, len(prompt), shape)
     runner = make_runner(model, "auto", True)
-    drafter = TreeDrafter(runner, len(rows), shape, sampler, "descend")
-    new_tokens = max(len(text) - length for text, length in zip(texts, prompt_lengths, strict=True))
-    engine = StaticBatch(runner, drafter, sampler, rows[:, : max(prompt_lengths)], prompt_lengths, new_tokens)
+    drafter = TreeDrafter(runner, 1, shape, sampler, "descend")
+    engine = StaticBatch(runner, drafter, sampler, text[None, : len(prompt)], [len(prompt)], len(answer))
     engine.prefill()
 
-    sums = {"rounds": 0.0, "tokens": 0.0, "bound": 0.0}
-    # A row takes part while its text reaches past the deepest node of the next tree.
-    while (active := sampler.read + drafter.depth + 2 <= ends).any():
-        counts = engine.round(active)[1]
-        bounds = 1 + depth_probabilities(drafter.proposal(), sampler.seen[0]).sum(1)
-        sums["rounds"] += int(active.sum())
-        sums["tokens"] += int(counts.sum())
-        sums["bound"] += float(bounds[active].sum())
-        sampler.read += counts
+    sums = {"rounds": 0.0, "decoded_tokens": 0.0, "bound": 0.0}
+    # While the text reaches past the deepest node of the next tree.
+    while int(sampler.read) + drafter.depth + 2 <= len(text):
+        count = engine.round(torch.ones(1, dtype=torch.bool, device=text.device))[1]
+        sums["rounds"] += 1
+        sums["decoded_tokens"] += int(count)
+        sums["bound"] += 1 + float(depth_probabilities(drafter.proposal(), sampler.seen[0]).sum())
+        sampler.read += count
     return sums
 
 

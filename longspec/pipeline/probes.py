@@ -11,12 +11,13 @@ import torch
 
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
-from longspec.pipeline.files import answer_files, claim, training_files, write_atomically
+from longspec.pipeline.files import answer_files, claim, training_files
 from longspec.pipeline.processes import hydra_overrides, share_work
 from longspec.pipeline.samples import Figure, markdown, pooled
 from longspec.pipeline.settings import ProbeSettings, Settings, StageSettings
 from longspec.pipeline.target import TargetText
 from longspec.ranks.replicas import Replicas
+from longspec.replacing import write_atomically
 from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.inputs import Inputs, read_inputs

@@ -10,12 +10,12 @@ from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import read_config
 from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import evaluation_folder
-from longspec.pipeline.files import write_atomically
 from longspec.pipeline.report import main_table
 from longspec.pipeline.samples import Samples, markdown
 from longspec.pipeline.settings import Settings, settings_yaml
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft, stage_table
+from longspec.replacing import write_atomically
 
 CARD = """---
 base_model: {target}

@@ -15,7 +15,6 @@ from longspec.cli.picture import COLORS
 from longspec.errors import UserError
 from longspec.pipeline.cells import cells, read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
-from longspec.pipeline.files import write_atomically
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
 from longspec.pipeline.samples import (
     Figure,
@@ -28,6 +27,7 @@ from longspec.pipeline.samples import (
 )
 from longspec.pipeline.settings import Settings
 from longspec.pipeline.training import stage_table
+from longspec.replacing import write_atomically
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

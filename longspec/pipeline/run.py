@@ -21,7 +21,7 @@ from longspec.models.families import family_class
 from longspec.pipeline.answers import CHAT, write_text
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate
-from longspec.pipeline.files import settings_file, write_atomically
+from longspec.pipeline.files import settings_file
 from longspec.pipeline.probes import write_probes
 from longspec.pipeline.prompts import write_prompts
 from longspec.pipeline.published import write_draft
@@ -31,6 +31,7 @@ from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import train
+from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
 """Default values of the options."""

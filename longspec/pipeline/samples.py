@@ -164,24 +164,3 @@ class Samples:
         """The forced samples that read this number of prompt tokens; task: None for all."""
         chosen = self.forced["length"] == length
         return self.forced[chosen if task is None else chosen & (self.forced["task"] == task)]
-
-    def length_ratio(self) -> tuple[Figure, str]:
-        """The tree's tokens per round at the longest context divided by those at the shortest, and this ratio's name.
-
-        The ratio is that of the same answers, teacher-forced, if they were measured. Otherwise it compares different
-        prompts of the tasks that have samples at both contexts. Context 0, the bare question, does not count.
-        """
-        if len(self.forced):
-            shortest, longest = self.forced["length"].min(), self.forced["length"].max()
-            same = speed_ratio(self.read(longest), self.read(shortest), seconds="rounds")
-            return same, f"{longest} over {shortest} tokens, the same text"
-        if len(self.contexts) < 2:
-            return NOTHING, ""
-
-        first, last = self.contexts[0], self.contexts[-1]
-        both = set(self.of("tree", context=first)["task"]) & set(self.of("tree", context=last)["task"])
-        short, long = (self.tokens_per_round("tree", context=one, task=tuple(both)) for one in (first, last))
-        # The relative errors of two independent figures add in squares.
-        ratio = long.value / short.value
-        error = ratio * ((long.error / long.value) ** 2 + (short.error / short.value) ** 2) ** 0.5
-        return Figure(ratio, error, long.samples), f"{last} over {first} tokens"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from longspec.data.prompts import PromptFiles
 from longspec.data.record_fields import unread_note
-from longspec.data.records import RecordError, located, parse_record, text_of
+from longspec.data.records import RecordError, read_records, text_of
 from longspec.errors import UserError
 from longspec.pipeline.settings import CodeSettings, Settings
 from longspec.pipeline.target import CHAT_FORMAT, TargetText
@@ -131,13 +131,7 @@ def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any
     """The records of a task's file, converted by `read`; [] if there is no file."""
     names = [f"{task}/{split}.jsonl", f"{task}_{split}.jsonl"] + ([f"{task}.jsonl"] if split == "test" else [])
     file = next((path for name in names if (path := Path(folder, name)).is_file()), None)
-    records = []
-    if file is not None:
-        for number, raw in enumerate(file.read_bytes().split(b"\n"), 1):
-            if raw.strip():
-                with located(str(file), number):
-                    records.append(read(parse_record(str(file), number, raw)))
-    return records
+    return [] if file is None else list(read_records(file, read))
 
 
 def _question(record: dict[str, Any]) -> tuple[str, str]:

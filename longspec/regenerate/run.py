@@ -4,23 +4,25 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from longspec.data.prompts import PromptFiles
 from longspec.data.record_fields import unread_note
+from longspec.data.records import Record
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
+from longspec.inference.device import versions
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
-from longspec.inference.registry import named_pair
+from longspec.inference.registry import draft_in_use, named_pair
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
@@ -30,12 +32,9 @@ from longspec.regenerate.settings import LATER, Settings, check_settings
 from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
-from longspec.version import __version__
 
 BATCHES = 16
 """Largest number of batches that one call of the engine answers."""
-LIBRARIES = ("torch", "transformers")
-"""Libraries whose versions are noted with the text."""
 
 
 def regenerate(
@@ -82,19 +81,14 @@ def regenerate(
 
 
 def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count: Count) -> None:
+    def done(shard: int, records: list[Record], dropped: Counter[str]) -> None:
+        shards.write(shard, records, dropped)
+        count(0, len(shards.range(shard)))
+
     # The last answers of a call leave most rows idle, so that a call has many batches.
     most = max(1, BATCHES * writer.settings.batch_size // writer.settings.shard_size)
     while group := {shard: shards.range(shard) for shard in islice(own, most)}:
-        answers = 0
-
-        def progress(tokens: int, finished: int) -> None:
-            nonlocal answers
-            answers += finished
-            count(tokens, finished)
-
-        writer.write_shards(group, shards.write, progress)
-        # The prompts that were dropped without an answer.
-        count(0, sum(map(len, group.values())) - answers)
+        writer.write_shards(group, done, lambda tokens: count(tokens, 0))
 
 
 def _prepare(
@@ -108,11 +102,7 @@ def _prepare(
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
     pair = named_pair(settings.target, settings.draft)
-    target, draft = pair.target, pair.draft if settings.method in (*GLIDE_METHODS, AUTO) else settings.draft
-    if settings.method in GLIDE_METHODS and draft is None:
-        raise UserError(
-            f"method: {settings.method} needs a trained draft of {settings.target}; give its draft, or method lookup"
-        )
+    target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
     config = read_config(target)
     tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if replicas.rank == 0 else lambda line: None
@@ -158,5 +148,5 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
             del facts[name]  # folders of earlier versions lack this key
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
-    facts["versions"] = {"longspec": __version__} | {name: version(name) for name in LIBRARIES}
+    facts["versions"] = versions()
     return facts

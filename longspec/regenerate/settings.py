@@ -5,15 +5,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longspec.command_line import DRAFTING, drafting_of
+from longspec.command_line import DRAFTING
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
-from longspec.inference.arguments import check_sampling, checked_drafting
-from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES, Drafting
+from longspec.inference.arguments import check_sampling
+from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
 from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.token_options import token_settings, with_word_ids
-from longspec.models.glide import GlideMixin
 
 LATER = (*FILTERS, *DRAFTING, "draft", "token_options")
 """Settings that folders of earlier versions lack; their defaults are not stored."""
@@ -77,10 +76,6 @@ class Settings:
         """The fields of `Sampling` that follow from `token_options`, for texts that end with stop_ids. Raises
         UserError."""
         return token_settings(with_word_ids(self.token_options or {}, tokenizer), stop_ids, vocab)
-
-    def drafting(self, model: GlideMixin) -> Drafting:
-        """The drafting settings for a model. Raises UserError if they do not fit."""
-        return checked_drafting(model, drafting_of(self), allow_untrained_draft=False)
 
 
 def check_settings(settings: Settings) -> None:

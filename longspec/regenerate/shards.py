@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import yaml
 
 from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
-from longspec.data.records import Record, parse_record
+from longspec.data.records import Record, RecordError, read_records
 from longspec.errors import UserError, os_errors
 from longspec.jobs.job import differences
 from longspec.locks import locked
 from longspec.regenerate.settings import Settings
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
 PROVENANCE_NAME = "provenance.yaml"
@@ -67,13 +68,13 @@ class SplitShards:
                         "remove this one"
                     )
             else:
-                _write(file, yaml.safe_dump(facts, sort_keys=False))
+                write_atomically(file, yaml.safe_dump(facts, sort_keys=False))
             yield
 
     def write(self, shard: int, records: list[Record], dropped: Counter[str]) -> None:
         """Write a shard: a line with the counts of dropped texts, then a line per record."""
         lines = [{"dropped": dict(dropped)}, *records]
-        _write(self.path(shard), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        write_atomically(self.path(shard), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
     def merge(self) -> Path:
         """Write the split's file without duplicate or excluded prompts. Raises UserError if no record is left."""
@@ -101,8 +102,8 @@ class SplitShards:
         facts = _read_facts(self.folder / PROVENANCE_NAME)
         facts |= {"records": len(lines), "new_tokens": new_tokens, "dropped": dict(sorted(dropped.items()))}
         # The split's file comes last: if it exists, its provenance does, too.
-        _write(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
-        _write(self.output, "".join(lines))
+        write_atomically(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
+        write_atomically(self.output, "".join(lines))
         return self.output
 
 
@@ -125,21 +126,11 @@ def describe(output: Path) -> str:
 
 def _prompt_keys(files: Sequence[str]) -> set[bytes]:
     """The keys of all prompts in files that this command wrote."""
-    keys: set[bytes] = set()
-    if not files:
-        return keys
-    for path in data_files(files):
-        for number, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
-            record = parse_record(path, number, raw)
-            # Only records of this command have the prompt in the form that the key is computed from.
-            if "messages" not in record and "prefix" not in record:
-                raise UserError(f"{path}, line {number}: exclude takes files that this command wrote")
-            keys.add(prompt_key(record))
-    return keys
 
+    def key(record: Record) -> bytes:
+        # Only records of this command have the prompt in the form that the key is computed from.
+        if "messages" not in record and "prefix" not in record:
+            raise RecordError(None, "exclude takes files that this command wrote")
+        return prompt_key(record)
 
-def _write(file: Path, text: str) -> None:
-    """Write a file atomically. Raises UserError if it cannot be written."""
-    advice = "the same command continues once this is fixed"
-    with os_errors(f"{file}: cannot be written", advice), replacing(file) as unfinished:
-        unfinished.write_bytes(text.encode())
+    return set(chain.from_iterable(read_records(path, key) for path in (data_files(files) if files else ())))

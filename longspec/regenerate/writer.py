@@ -4,69 +4,25 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
+from longspec.command_line import drafting_of
 from longspec.data.aligners import Turn
 from longspec.data.prompts import PromptFiles, SourcePrompt, answered, loops, user_turn_marks
 from longspec.data.records import Record
 from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
-from longspec.inference.arguments import end_tokens
+from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.engine.requests import Request, Tokens
-from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling, row_seed
-from longspec.inference.stats import GenerationStats
-from longspec.models.glide import GlideMixin
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int, int], None]
-"""Called with the number of new tokens and of finished answers since the last call."""
+Progress = Callable[[int], object]
+"""Called with the number of new tokens since the last call."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
-
-
-@dataclass
-class Answer:
-    """A prompt and the answer to it."""
-
-    prompt: list[int]
-    sampling: Sampling
-    max_new_tokens: int
-    tokens: list[int] = field(default_factory=list)
-
-
-def complete(
-    model: GlideMixin,
-    drafting: Drafting,
-    batch_size: int,
-    answers: Sequence[Answer],
-    stop_ids: Sequence[int],
-    progress: Progress = lambda *_: None,
-    finish: Callable[[int], object] = lambda number: None,
-    window: int | None = None,
-) -> None:
-    """Complete the answers in place, each up to and including its first stop id, or up to its limit.
-
-    A greedy answer, or one with a seed, does not depend on the others on the same kind of device. drafting: checked
-    settings. batch_size: largest number of rows; long prompts have as many as fit. finish: called with the number of
-    each complete answer. window: see `answer_all`. Raises UserError, with the prompt and the position, for logits that
-    are NaN or infinite.
-    """
-    stops = frozenset(stop_ids)
-    requests = [Request(answer.prompt, answer.max_new_tokens, answer.sampling, stops) for answer in answers]
-
-    def take(number: int, event: Tokens) -> None:
-        answers[number].tokens += event.ids
-        progress(len(event.ids), 0)
-
-    def end(number: int, stats: GenerationStats) -> None:
-        progress(0, 1)
-        finish(number)
-
-    answer_all(model, drafting, requests, batch_size, Listener(take, end, in_blocks=True), window=window)
 
 
 @dataclass
@@ -80,8 +36,10 @@ class _Shard:
     """Number of prompts dropped for each reason."""
     prompts: list[SourcePrompt] = field(default_factory=list)
     """Those that are answered."""
-    answers: list[Answer] = field(default_factory=list)
-    """To user turns while the target writes them, then to `prompts`."""
+    requests: list[Request] = field(default_factory=list)
+    """Those for user turns while the target writes them, then those for answers to `prompts`."""
+    answers: list[list[int]] = field(default_factory=list)
+    """The new tokens of each request."""
 
 
 TURN_TEMPERATURE = 1.0
@@ -98,7 +56,7 @@ class Writer:
         self.files = files
         self.family = model.config.model_type
         self.vocab_size = model.config.vocab_size
-        self.complete = partial(complete, model, settings.drafting(model), settings.batch_size)
+        self.model, self.drafting = model, checked_drafting(model, drafting_of(settings), False)
         self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
         self.special_ids = set(tokenizer.all_special_ids)
 
@@ -135,7 +93,7 @@ class Writer:
                     shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
-        owners = [shard for shard in shards for _ in shard.answers]
+        owners = [shard for shard in shards for _ in shard.requests]
         left = Counter(shard.number for shard in owners)
 
         def finish(number: int) -> None:
@@ -145,21 +103,36 @@ class Writer:
                 done(shard.number, self._records(shard), shard.dropped)
 
         for shard in shards:
-            if not shard.answers:
+            if not shard.requests:
                 done(shard.number, [], shard.dropped)
+        self._answer(shards, progress, finish, self.settings.shard_size)
+
+    def _answer(
+        self,
+        shards: Sequence[_Shard],
+        progress: Progress,
+        finish: Callable[[int], object] = lambda number: None,
+        window: int | None = None,
+    ) -> None:
+        """Answer the requests of all shards. finish: called with the number of each complete answer."""
+        requests = [request for shard in shards for request in shard.requests]
         answers = [answer for shard in shards for answer in shard.answers]
-        self.complete(answers, self.stop_ids, progress, finish, self.settings.shard_size)
+
+        def take(number: int, event: Tokens) -> None:
+            answers[number] += event.ids
+            progress(len(event.ids))
+
+        listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
+        answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
 
     def _write_turns(self, shards: Sequence[_Shard], progress: Progress) -> None:
         """Prompts whose user turns the target writes."""
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.turn_stop_ids)
         sampling = self.settings.sampling(TURN_TEMPERATURE, penalties)
         for shard in shards:
-            samplings = self._seeded(shard, "turns", [sampling] * len(shard.rows))
-            shard.answers = [Answer(self.turn_opening, own, self.settings.max_turn_tokens) for own in samplings]
-        turns = [answer for shard in shards for answer in shard.answers]
-        # Only answers count as finished prompts.
-        self.complete(turns, self.turn_stop_ids, lambda tokens, finished: progress(tokens, 0))
+            prompts, samplings = [self.turn_opening] * len(shard.rows), [sampling] * len(shard.rows)
+            self._request(shard, "turns", prompts, samplings, self.settings.max_turn_tokens, self.turn_stop_ids)
+        self._answer(shards, progress)
         for shard in shards:
             shard.prompts = self._turn_prompts(shard)
 
@@ -168,7 +141,7 @@ class Writer:
         prompts = []
         for row, answer in zip(shard.rows, shard.answers, strict=True):
             # A user turn without its end is no question; a cut answer is still good training text.
-            is_cut_off = answer.tokens[-1] not in self.turn_stop_ids
+            is_cut_off = answer[-1] not in self.turn_stop_ids
             reason = "cut off" if is_cut_off else self._defect(answer, self.turn_stop_ids)
             if reason:
                 shard.dropped[f"user turns: {reason}"] += 1
@@ -193,45 +166,55 @@ class Writer:
 
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.stop_ids)
         samplings = [self.settings.sampling(temperatures[row], penalties) for row in kept]
-        seeded = self._seeded(shard, "answers", samplings)
-        limit = self.settings.max_new_tokens
-        shard.prompts = [prompts[row] for row in kept]
-        shard.answers = [Answer(token_ids[row], own, limit) for row, own in zip(kept, seeded, strict=True)]
+        shard.prompts, asked = [prompts[row] for row in kept], [token_ids[row] for row in kept]
+        self._request(shard, "answers", asked, samplings, self.settings.max_new_tokens, self.stop_ids)
 
-    def _seeded(self, shard: _Shard, use: str, samplings: Sequence[Sampling]) -> list[Sampling]:
-        """The settings of a shard's texts with a seed for each."""
-        seed = shard_seed(self.settings, shard.number, use)
-        return [replace(sampling, seed=row_seed(seed, row)) for row, sampling in enumerate(samplings)]
+    def _request(
+        self,
+        shard: _Shard,
+        use: str,
+        prompts: Sequence[list[int]],
+        samplings: Sequence[Sampling],
+        limit: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """Set the requests of a shard, each with a seed of its own. use: that of `shard_seed`."""
+        seed, stops = shard_seed(self.settings, shard.number, use), frozenset(stop_ids)
+        shard.requests = [
+            Request(prompt, limit, replace(sampling, seed=row_seed(seed, row)), stops)
+            for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        shard.answers = [[] for _ in shard.requests]
 
     def _records(self, shard: _Shard) -> list[Record]:
         """The records of the answers that are kept."""
         records = []
-        for prompt, answer in zip(shard.prompts, shard.answers, strict=True):
+        for prompt, request, answer in zip(shard.prompts, shard.requests, shard.answers, strict=True):
             if reason := self._defect(answer, self.stop_ids):
                 shard.dropped[f"answers: {reason}"] += 1
                 continue
             record = answered(
                 prompt,
                 self._text(answer, self.stop_ids),
-                temperature=answer.sampling.temperature,
-                finished=answer.tokens[-1] in self.stop_ids,
-                new_tokens=len(answer.tokens),
+                temperature=request.sampling.temperature,
+                finished=answer[-1] in self.stop_ids,
+                new_tokens=len(answer),
             )
             records.append(record)
         return records
 
-    def _defect(self, answer: Answer, stop_ids: list[int]) -> str | None:
+    def _defect(self, answer: list[int], stop_ids: list[int]) -> str | None:
         """The reason to drop a text; None for a good one."""
         # A special token inside a text would end or open a turn where the text is trained on.
-        if (self.special_ids - set(stop_ids)) & set(answer.tokens):
+        if (self.special_ids - set(stop_ids)) & set(answer):
             return "special tokens"
-        if loops(answer.tokens):
+        if loops(answer):
             return "loops"
         return None if self._text(answer, stop_ids) else "empty"
 
-    def _text(self, answer: Answer, stop_ids: list[int]) -> str:
+    def _text(self, answer: list[int], stop_ids: list[int]) -> str:
         # The stop token comes from the chat format again.
-        tokens = answer.tokens[:-1] if answer.tokens[-1] in stop_ids else answer.tokens
+        tokens = answer[:-1] if answer[-1] in stop_ids else answer
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not text.strip():
             return ""

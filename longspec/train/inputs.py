@@ -18,7 +18,7 @@ from longspec.data import aligners as data_aligners
 from longspec.data.aligners import Aligner
 from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
-from longspec.data.target_format import answer_end, published_target, resolve_chat_format
+from longspec.data.target_format import OWN_IDS, PUBLISHED_TARGETS, answer_end, resolve_chat_format
 from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError, first_line
 from longspec.models.draft_files import check_draft, draft_settings
@@ -158,7 +158,7 @@ def _eos_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, ch
     """The token that ends documents and answers: that of the configuration, the published one, or the target's own."""
     eos = config.eos_token_id
     if eos is None:
-        eos = published_target(config.model_name_or_path).eos_token_id
+        eos, _ = PUBLISHED_TARGETS.get(config.model_name_or_path, OWN_IDS)
     if eos is None:
         eos = answer_end(tokenizer, generation_eos(config.model_name_or_path, target), chat_format)
     if eos is None:
@@ -173,7 +173,7 @@ def _pad_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any) ->
     if config.model.pad_token_id is not None:
         _check_token("model.pad_token_id", config.model.pad_token_id, target.vocab_size)
         return config.model.pad_token_id
-    published = published_target(config.model_name_or_path).pad_token_id
+    _, published = PUBLISHED_TARGETS.get(config.model_name_or_path, OWN_IDS)
     candidates = (published, tokenizer.pad_token_id, target.pad_token_id, tokenizer.eos_token_id, 0)
     # The pad token of some tokenizers has no embedding.
     return next(token for token in candidates if token is not None and 0 <= token < target.vocab_size)

@@ -325,7 +325,7 @@ def test_a_method_with_a_draft_asks_for_it(
 ) -> None:
     target, data = setting
     line = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
-    assert "--draft: method seq needs the draft" in refusal(capsys, line)
+    assert "method: seq needs a trained draft" in refusal(capsys, line)
 
 
 def test_a_tokenizer_that_is_not_the_targets_is_refused(

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from longspec import generate
 from longspec.errors import UserError
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.engine.requests import Request
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
-from longspec.regenerate.writer import Answer, complete
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
 RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
@@ -131,10 +132,11 @@ def test_answers_in_batches_name_the_prompt(tmp_path: Path, temperature: float) 
     spoil_target(model, torch.cat([ids[1], torch.tensor(expected)]), 8, float("nan"))
     for rows in (1, 2):  # a batch of greedy rows alone, and one with both kinds
         samplings = (Sampling(), Sampling(temperature))
-        answers = [Answer(row.tolist(), own, 6) for row, own in zip((ids[1], ids[0]), samplings, strict=True)][:rows]
+        requests = [Request(row.tolist(), 6, own) for row, own in zip((ids[1], ids[0]), samplings, strict=True)][:rows]
         with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
-            complete(model, Drafting("vanilla"), 2, answers, [])
+            answer_all(model, Drafting("vanilla"), requests, 2, Listener(lambda *_: None))
     with pytest.raises(UserError, match=r"^prompt 0, position 6: .* at temperature 1e-30"):
         model.lm_head = model.lm_head.head
         model.lm_head.weight.data *= 1e12
-        complete(model, Drafting("vanilla"), 2, [Answer(ids[0].tolist(), Sampling(1e-30), 6)], [])
+        request = Request(ids[0].tolist(), 6, Sampling(1e-30))
+        answer_all(model, Drafting("vanilla"), [request], 2, Listener(lambda *_: None))

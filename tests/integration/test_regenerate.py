@@ -11,12 +11,15 @@ import pytest
 import torch
 import yaml
 from tiny_tokenizer import byte_tokenizer
+from torch import Tensor
 from training_fixtures import make_target
 from transformers import AutoTokenizer
 
 from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.engine.requests import Request
 from longspec.inference.methods import Drafting
 from longspec.inference.pairs import PAIRS, Pair
 from longspec.inference.request import Sampling, row_seed
@@ -24,7 +27,7 @@ from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
 from longspec.regenerate.shards import SplitShards
-from longspec.regenerate.writer import Answer, Writer, complete
+from longspec.regenerate.writer import Writer
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -70,27 +73,24 @@ def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> Non
     # One row in four has a long answer, so the others end first and the batch leaves it behind.
     stops, limits = [40, 41, 42], [24 if row % 4 == 1 else 5 + row % 3 for row in range(len(prompts))]
     temperatures = [0.7 if row % 4 == 0 else 0.0 for row in range(len(prompts))]
-    answers, again = (
-        [
-            Answer(prompt.tolist(), Sampling(temperatures[row], seed=row_seed(0, row)), limits[row])
-            for row, prompt in enumerate(prompts)
-        ]
-        for _ in range(2)
-    )
-    counted = []
-    vanilla = Drafting("vanilla")
-    complete(model, vanilla, 4, answers, stops, lambda tokens, finished: counted.append((tokens, finished)))
-    complete(model, vanilla, 3, again, stops)
+    samplings = [Sampling(temperature, seed=row_seed(0, row)) for row, temperature in enumerate(temperatures)]
+    requests = [
+        Request(*one, frozenset(stops)) for one in zip(map(Tensor.tolist, prompts), limits, samplings, strict=True)
+    ]
+    answers: list[list[int]] = [[] for _ in prompts]
+    again: list[list[int]] = [[] for _ in prompts]
+    for batch_size, found in ((4, answers), (3, again)):
+        listener = Listener(lambda number, event, found=found: found[number].extend(event.ids), in_blocks=True)
+        answer_all(model, Drafting("vanilla"), requests, batch_size, listener)
     assert again == answers
     for row, answer in enumerate(answers):
         settings = {"method": "vanilla", "max_new_tokens": limits[row], "eos_token_id": stops, "seed": row_seed(0, row)}
         alone = generate(model, prompts[row][None], temperature=temperatures[row], **settings)
-        assert answer.tokens == alone.new_tokens[0].tolist()
-        assert not set(stops) & set(answer.tokens[:-1])
-    lengths = [len(answer.tokens) for answer in answers]
+        assert answer == alone.new_tokens[0].tolist()
+        assert not set(stops) & set(answer[:-1])
+    lengths = [len(answer) for answer in answers]
     assert any(length < limit for length, limit in zip(lengths, limits, strict=True))
     assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
-    assert [sum(column) for column in zip(*counted, strict=True)] == [sum(lengths), len(answers)]
 
 
 def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, questions: Path, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_an_output_folder_that_cannot_be_created_is_refused(
     monkeypatch.setattr(measurement, "load_model", no_weights)
     (tmp_path / "file").touch()
     for out, complaint in (
-        (tmp_path / "file" / "out", "file is a file; give a folder"),
+        (tmp_path / "file" / "out", "Not a directory"),
         (tmp_path / ("x" * 300), "File name too long"),
         (Path("/proc/longspec"), "/proc"),
     ):

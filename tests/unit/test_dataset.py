@@ -162,7 +162,7 @@ def test_a_sample_of_one_token_is_left_out_and_counted(build, caplog, overflow):
     caplog.set_level(logging.INFO)
     rows = build([{"text": "</s>"}, {"text": "ab"}], overflow=overflow)
     assert tokens(rows) == [[[*ids("ab"), EOS]]]
-    assert "2 records -> 1 samples of 3 tokens (left out: 1 with an empty answer" in caplog.text
+    assert "1 samples of 3 tokens (left out: 1 with an empty answer" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [{"finished": False}, {"finish_reason": "length"}, {"is_truncated": True}])
@@ -212,7 +212,7 @@ def test_prompts_that_leave_no_room_are_counted_and_left_out(build, caplog):
         with caplog.at_level(logging.INFO, logger="longspec"):
             rows = build(records, max_length=8, answer_only=True)
         assert tokens(rows) == [[ids("0123456a")]]
-        assert "3 records -> 1 samples of 8 tokens" in caplog.text
+        assert "1 samples of 8 tokens" in caplog.text
         assert "1 with an empty answer or text, 1 with a prompt of 8 tokens or more" in caplog.text
         caplog.clear()
 
@@ -262,7 +262,7 @@ def test_bad_settings_are_named_before_any_reading(build, settings, says):
 
 
 def test_nothing_to_train_on_is_an_error(build):
-    with pytest.raises(UserError, match=r"none of the 2 records is usable .*2 with an empty answer"):
+    with pytest.raises(UserError, match=r"none of 2 samples is usable .*2 with an empty answer"):
         build([{"text": ""}, {"source": "q", "target": "\n"}])
 
 
@@ -311,12 +311,11 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("table", ["lines", "tokens"])
 @pytest.mark.parametrize("spoil", [cut, flip, os.remove])
-def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, table, spoil):
+def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, spoil):
     records = [{"text": f"text {number}"} for number in range(9)]
     before = tokens(build(records))
-    (folder,) = (tmp_path / "cache" / "longspec").glob(f"{table}-*")
+    (folder,) = (tmp_path / "cache" / "longspec").glob("tokens-*")
     (file,) = folder.rglob("*.arrow")
     spoil(file)
     with caplog.at_level(logging.WARNING, logger="longspec"):

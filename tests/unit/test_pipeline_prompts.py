@@ -11,7 +11,7 @@ from longspec.errors import UserError
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline import sources
 from longspec.pipeline.cells import cells
-from longspec.pipeline.files import prompts_file, write_atomically
+from longspec.pipeline.files import prompts_file
 from longspec.pipeline.prompts import Makers, planned_lengths
 from longspec.pipeline.settings import CodeSettings, load_settings
 from longspec.pipeline.sources import (
@@ -25,6 +25,7 @@ from longspec.pipeline.sources import (
     split_of,
 )
 from longspec.pipeline.target import TargetText
+from longspec.replacing import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,11 +8,12 @@ from pipeline_fixtures import make_chat_target
 
 from longspec.errors import UserError
 from longspec.pipeline import training
-from longspec.pipeline.files import answers_file, read_jsonl, training_files, write_atomically
+from longspec.pipeline.files import answers_file, read_jsonl, training_files
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch_line
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.training import batches, run_folder, stage_facts, train, train_stage
+from longspec.replacing import write_atomically
 from longspec.train.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from longspec.data.lines import content_digests, data_files, index_lines, read_lines
+from longspec.data.lines import Block, content_digests, data_files, line_blocks, read_lines
 from longspec.data.records import WHERE, RecordError, located, parse_record, record_kind, split_pairs
 from longspec.errors import UserError
 
 
-def read_all(files, cache: Path) -> list[dict]:
-    return [parse_record(*line) for line in read_lines(index(files, cache)[:])]
+def read_all(files) -> list[dict]:
+    return [parse_record(*line) for line in read_lines(blocks(files))]
 
 
-def index(files, cache: Path):
-    return index_lines(content_digests(files), cache_dir=str(cache))
+def blocks(files) -> list[Block]:
+    return list(line_blocks(content_digests(files), 2))
 
 
 def test_files_folders_and_patterns_are_found_in_order(tmp_path):
@@ -63,7 +63,7 @@ def test_no_files_and_only_blank_lines_are_errors(tmp_path):
     with pytest.raises(UserError, match="no data files given"):
         data_files([])
     with pytest.raises(UserError, match=r"blank\.jsonl"):
-        index(tmp_path / "blank.jsonl", tmp_path / "cache")
+        blocks(tmp_path / "blank.jsonl")
 
 
 def test_lines_end_at_newline_only(tmp_path):
@@ -72,31 +72,31 @@ def test_lines_end_at_newline_only(tmp_path):
     file = tmp_path / "odd.jsonl"
     lines = [json.dumps({"text": text}, ensure_ascii=False), "", json.dumps({"text": "second"}) + "\r", "   "]
     file.write_bytes("\n".join([*lines, json.dumps({"text": "third"})]).encode())
-    records = read_all(file, tmp_path / "cache")
+    records = read_all(file)
     assert [record["text"] for record in records] == [text, "second", "third"]
     assert [record[WHERE] for record in records] == [f"{file}:1", f"{file}:3", f"{file}:5"]
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
     (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
-    assert read_all(tmp_path / "bom.jsonl", tmp_path / "cache")[0]["text"] == "a"
+    assert read_all(tmp_path / "bom.jsonl")[0]["text"] == "a"
 
 
 def test_lines_are_counted_in_each_file_and_read_in_any_order(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n' for n in range(3)))
-    mixed = index(tmp_path, tmp_path / "cache")[[5, 0, 3, 2]]
-    records = [parse_record(*line) for line in read_lines(mixed)]
-    assert [record["text"] for record in records] == ["b2", "a0", "b0", "a2"]
-    assert mixed["line"] == [3, 1, 1, 3]
+    first, second, third, fourth = blocks(tmp_path)
+    records = [parse_record(*line) for line in read_lines([fourth, first, second])]
+    assert [record["text"] for record in records] == ["b2", "a0", "a1", "a2"]
+    assert [block.line for block in (first, second, third, fourth)] == [1, 3, 1, 3]
 
 
 def test_a_changed_file_is_read_again(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "old"}\n')
-    assert len(read_all(file, tmp_path / "cache")) == 1
+    assert len(read_all(file)) == 1
     file.write_text('{"text": "new"}\n{"text": "more"}\n')
-    assert [record["text"] for record in read_all(file, tmp_path / "cache")] == ["new", "more"]
+    assert [record["text"] for record in read_all(file)] == ["new", "more"]
 
 
 def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
@@ -104,15 +104,15 @@ def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "one"}\n{"text": "two"}\n')
     stamp, digests = file.stat().st_mtime_ns, content_digests(file)
-    listed = index(file, tmp_path / "cache")
+    listed = blocks(file)
     file.write_text('{"text": "one"}\n{"text": "owt"}\n')
     os.utime(file, ns=(stamp, stamp))
     with pytest.raises(UserError, match=r"data\.jsonl' changed while it was read") as error:
-        list(read_lines(listed[:]))
+        list(read_lines(listed))
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"data\.jsonl' changed while it was read"):
-        index_lines(digests, cache_dir=str(tmp_path / "other"))
-    assert [record["text"] for record in read_all(file, tmp_path / "cache")] == ["one", "owt"]
+        list(line_blocks(digests, 2))
+    assert [record["text"] for record in read_all(file)] == ["one", "owt"]
 
 
 @pytest.mark.parametrize(
