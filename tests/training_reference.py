@@ -6,7 +6,7 @@ import torch
 from attention_reference import attention_with_lse
 from torch import Tensor
 
-from longspec.kernels.backend import OUTSIDE
+from longspec.kernels.torch.vocabulary import OUTSIDE
 from longspec.kernels.training.segments import BLOCK, Segments
 
 

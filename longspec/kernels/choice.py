@@ -13,7 +13,6 @@ from longspec.kernels.native.library import runs_native
 from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
 from longspec.kernels.torch.attention import SdpaAttention
-from longspec.kernels.torch.backend import TorchBackend
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
 """Modules that each attention imports. The package fa3-fwd provides FlashAttention-3."""
@@ -42,7 +41,7 @@ def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
     Its operations need no object but for attention.
     """
     if gpu_generation(device) < OLDEST_GPU or dtype == torch.float64 or not _installed("triton"):
-        return TorchBackend
+        return Backend
     from longspec.kernels.triton.backend import TritonBackend  # imports triton, which a machine without a GPU may lack
 
     return TritonBackend

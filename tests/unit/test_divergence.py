@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 import training_reference as reference
 
-from longspec.kernels.backend import OUTSIDE
 from longspec.kernels.torch import vocabulary
+from longspec.kernels.torch.vocabulary import OUTSIDE
 from longspec.kernels.triton.divergence import terms_and_gradient
 from longspec.kernels.triton.logit_statistics import log_sum_exp
 

@@ -27,7 +27,6 @@ from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models import target_cache
-from longspec.models.gguf import _name
 from longspec.models.gguf_tokenizer import write_tokenizer
 from longspec.models.packaged_targets import PACKAGED, QWEN_CODER, SMOLLM2
 from longspec.models.target_cache import converted, resolve_target
@@ -333,15 +332,12 @@ def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
 ) -> None:
     monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
     monkeypatch.setattr("longspec.models.gguf.MAX_SHARD", shard)
-    write_gguf(tmp_path / "tiny.gguf", quantized=True)
+    original = write_gguf(tmp_path / "tiny.gguf", quantized=True)
     folder, expected = Path(resolve_target(str(tmp_path / "tiny.gguf"))), tmp_path / "expected"
-    state = {}
-    for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors:
-        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        # llama.cpp's order of rows: the two halves of a head (16 rows) next to each other.
-        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
-            weight = weight.view(-1, 8, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        state[_name(tensor.name)] = weight.bfloat16()
+    kind, state = gguf.GGMLQuantizationType.Q8_0, {}
+    for name, weight in original.state_dict().items():
+        stored = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind) if weight.ndim == 2 else weight.numpy()
+        state[name] = torch.from_numpy(stored).bfloat16()
     expected.mkdir()
     save_torch_state_dict(state, expected, max_shard_size=shard)
     written = {file.name: file.read_bytes() for file in folder.glob("model*")}

@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from longspec.inference.acceptance import follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.sampling import Sampler
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import Draws, new_tree
 from longspec.kernels.torch import trees, vocabulary
-from longspec.kernels.torch.backend import TorchBackend
 from longspec.kernels.triton.descent import follow_choices
 from longspec.kernels.triton.rejection import reject_children
 from longspec.kernels.triton.row_argmax import first_arrival
@@ -164,7 +164,7 @@ def test_following_choices_equals_its_reference(device: str) -> None:
         expected = acceptance_reference.follow_choices(*inputs, tree.depth)
         on_device = [x.to(device) for x in inputs]
         check_same(follow_choices(*on_device, tree.depth), expected)
-        accepted = follow(tree, choice, TorchBackend)
+        accepted = follow(tree, choice, Backend)
         check_same((accepted.path, accepted.count, accepted.bonus), expected)
         steps |= set(expected[1].tolist())
     assert steps == {0, 1, 2, 3}

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspec.kernels.backend import Backend
 from longspec.kernels.native import operations
 from longspec.kernels.native.operations import MOST_QUERIES, MOST_TOKENS, Stores, attention
 from longspec.kernels.shared.attention import Attend
 from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlots
 from longspec.kernels.torch.attention import SdpaAttention
-from longspec.kernels.torch.backend import TorchBackend
 from longspec.kernels.torch.layers import TorchStream
 
 
@@ -102,7 +102,7 @@ class _NativeStream(ResidualStream):
         return self.positions
 
 
-class NativeBackend(TorchBackend):
+class NativeBackend(Backend):
     """Layers on compiled functions, all else on torch."""
 
     name = "native"

@@ -10,17 +10,17 @@ from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlo
 
 
 def embed(table: Tensor, tokens: Tensor) -> Tensor:
-    """See `Backend.embed`."""
+    """The rows [B, N, hidden] of a contiguous table [V, hidden] for tokens [B, N]."""
     return F.embedding(tokens, table)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Backend.linear`."""
+    """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out]."""
     return F.linear(x, weight, bias)
 
 
 def stream(hidden: Tensor, eps: float) -> ResidualStream:
-    """See `Backend.stream`."""
+    """The residual stream of a pass that starts with hidden [B, N, hidden]; eps: that of every RMSNorm."""
     return TorchStream(hidden, eps)
 
 
