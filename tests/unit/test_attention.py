@@ -7,7 +7,7 @@ import attention_reference
 import pytest
 import torch
 from attention_reference import attention_with_lse
-from kernel_devices import DEVICES, INTERPRETED
+from kernel_devices import DEVICES, INTERPRETED, TOLERANCE
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
@@ -25,7 +25,6 @@ BACKENDS = [
     pytest.param("triton cuda", marks=pytest.mark.gpu),
     pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
 ]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = [(2, 1, 1, 64), (1, 4, 37, 64), (2, 5, 5, 128), (1, 8, 20, 80)]
 
 

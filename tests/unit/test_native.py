@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_reference import attention_with_lse
+from kernel_devices import random
 from pairs import make_pair
-from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.fused_runner import make_runner
@@ -46,10 +46,6 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     native_library.cache_clear()
     yield tmp_path / "longspec" / "native"
     native_library.cache_clear()
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(params=[1, 3])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_devices import DEVICES
+from kernel_devices import DEVICES, TOLERANCE
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -20,7 +20,6 @@ from longspec.kernels.triton.prefix_attention import prefix_attention
 
 HOPPER, AMPERE, CONSUMER = 227 * 1024, 163 * 1024, 99 * 1024
 """Bytes of shared memory that a program can use."""
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def make_case(

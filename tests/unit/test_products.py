@@ -3,6 +3,7 @@
 import product_reference
 import pytest
 import torch
+from kernel_devices import TOLERANCE, random
 from torch import Tensor
 
 from longspec.kernels.shared.device import describe_gpu
@@ -12,16 +13,10 @@ from longspec.kernels.triton.layers import TritonStream
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
 from longspec.kernels.triton.vector_product import vector_product
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
 
 def skip_what_the_interpreter_cannot(dtype: torch.dtype, device: str) -> None:
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("Triton's interpreter has no bf16 dot")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def gate(values: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_devices import DEVICES
+from kernel_devices import DEVICES, TOLERANCE
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -12,7 +12,6 @@ import attention_reference
 from longspec.kernels.shared.attention import PrefixParts
 from longspec.kernels.triton.tree_attention import prefix_and_tree_attention, window_attention
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCK = 48
 SHARED_MEMORY = 99 * 1024
 
