@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run, in Triton's interpreter without a GPU, else on the GPU; their inputs and errors."""
+"""Where tests of Triton kernels run (in the interpreter without a GPU, else on the GPU), their inputs and errors."""
 
 import os
 
