@@ -86,23 +86,30 @@ def some_mask(batch: int, nodes: int, keys: int) -> Tensor:
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(
-    ("shape", "dtype", "lengths"),
+    ("shape", "queries", "dtype", "lengths"),
     [
-        *((shape, dtype, [0, 130, 7]) for shape, dtype in zip(cycle(SHAPES), 4 * [*TOLERANCE], strict=False)),
-        (SHAPES[1], torch.float32, [150]),
-        (SHAPES[1], torch.float32, [90, 90]),
+        *((shape, 37, dtype, [0, 130, 7]) for shape, dtype in zip(cycle(SHAPES), 4 * [*TOLERANCE], strict=False)),
+        (SHAPES[1], 37, torch.float32, [150]),
+        (SHAPES[1], 37, torch.float32, [90, 90]),
+        *(((2, 3, 9, 32), 4, torch.float32, lengths) for lengths in ([150], [90, 90], [0, 130, 7])),
     ],
 )
 def test_hybrid_equals_dense_attention(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, lengths: list[int], attend: tuple[DecodingAttention, str]
+    shape: tuple[int, int, int, int],
+    queries: int,
+    dtype: torch.dtype,
+    lengths: list[int],
+    attend: tuple[DecodingAttention, str],
 ) -> None:
+    """For all nodes of a tree, and for the last ones."""
     (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
     if not takes(backend, device, dtype):
         pytest.skip("not for this dtype")
     q, k, v, n = make_cache(lengths, kv_heads, group, nodes, head_dim, nodes)
     tree_mask = some_mask(len(lengths), nodes, nodes)
     tree_mask[:, 0] = False
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    tree_mask = tree_mask[:, -queries:]
+    q, k, v = q[:, :, -queries:].to(dtype), k.to(dtype), v.to(dtype)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
     attend = backend.hybrid(n.to(device), tree_mask.to(device))
     got = attend(q.to(device), k.to(device), v.to(device), 0.15)
@@ -110,22 +117,6 @@ def test_hybrid_equals_dense_attention(
     if device == "cuda" and backend.capturable:
         assert got.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("lengths", [[150], [90, 90], [0, 130, 7]])
-def test_queries_may_be_fewer_than_the_nodes_that_they_see(
-    lengths: list[int], attend: tuple[DecodingAttention, str]
-) -> None:
-    """The last nodes of a tree as queries."""
-    backend, device = attend
-    if not takes(backend, device, torch.float32):
-        pytest.skip("not for this dtype")
-    q, k, v, n = make_cache(lengths, 2, 3, 4, 32, 9)
-    tree_mask = some_mask(len(lengths), 4, 9)
-    expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
-    got = backend.hybrid(n.to(device), tree_mask.to(device))(q.to(device), k.to(device), v.to(device), 0.15)
-    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)

@@ -34,11 +34,7 @@ from longspec.user_cache import user_cache
 
 TOKENS = torch.arange(1, 60)[None]
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -113,9 +109,8 @@ def test_named_chat_templates_come_along(tmp_path: Path) -> None:
     _, tokenizer = load_pair(str(tmp_path / "tiny.gguf"))
     assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}<|im_end|>", "rag": "rag"}
     assert resolve_chat_format("auto", "tiny", "llama", tokenizer) == "tokenizer"
-    tokens = {f"ggml.{key}": value for key, value in {"model": "gpt2", "tokens": ["a"], "merges": []}.items()}
-    values = {f"tokenizer.{key}": value for key, value in tokens.items()} | names
-    write_tokenizer(tmp_path, {key: lambda value=value: value for key, value in values.items()}, 100)
+    tokens = ggml_metadata({"model": "gpt2", "tokens": ["a"], "merges": []})
+    write_tokenizer(tmp_path, tokens | {key: lambda value=value: value for key, value in names.items()}, 100)
     with pytest.raises(UserError, match="none named 'default': rag;"):
         resolve_chat_format("auto", "tiny", "llama", AutoTokenizer.from_pretrained(tmp_path))
 
@@ -180,9 +175,7 @@ def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) 
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    write_tokenizer(
-        tmp_path, {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}, 9
-    )
+    write_tokenizer(tmp_path, ggml_metadata(values), 9)
     tokenizer, choice = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
     for sentence in (*text[:2], "étrange  guess", *("".join(choice.choices("thearndgs ", k=30)) for _ in range(20))):
         assert tokenizer(sentence)["input_ids"] == [1, *reference.encode(sentence)]
