@@ -20,7 +20,8 @@ from longspec.kernels import DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.attention import AttendToken
 from longspec.kernels.shared.device import plain_gpu
-from longspec.kernels.shared.residual import ResidualStream, RopeTable, TokenSlots
+from longspec.kernels.shared.residual import RopeTable, TokenSlots
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.models.draft_layer import GlideDecoderLayer, head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, can_fuse, rope_table
 from longspec.models.glide import GlideMixin

@@ -8,8 +8,8 @@ CONTRIBUTING.md; n is the number of nodes of one level.
 
 from contextlib import AbstractContextManager, nullcontext
 
-from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.torch import acceptance, layers, lookup, row_noise, trees, vocabulary
+from longspec.kernels.torch.attention import DecodingAttention
 
 
 class Backend:
@@ -33,7 +33,7 @@ class Backend:
 
     embed = staticmethod(layers.embed)
     linear = staticmethod(layers.linear)
-    stream = staticmethod(layers.stream)
+    stream = staticmethod(layers.ResidualStream)
     softmax = staticmethod(vocabulary.softmax)
     log_sum_exp = staticmethod(vocabulary.log_sum_exp)
     argmax = staticmethod(vocabulary.argmax)

@@ -10,9 +10,8 @@ from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
-from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
-from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.attention import DecodingAttention
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
 """Modules that each attention imports. The package fa3-fwd provides FlashAttention-3."""
@@ -81,7 +80,7 @@ def _attention(name: str, device: torch.device) -> DecodingAttention:
     if name == "native":
         return NativeAttention()
     if name == "sdpa":
-        return SdpaAttention()
+        return DecodingAttention()
     # These modules import triton and fa3-fwd.
     if name == "flash":
         from longspec.kernels.triton.flash_attention import FlashAttention

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.shared.residual import HeadNorms, ResidualStream, RopeTable, TokenSlots
+from longspec.kernels.shared.residual import HeadNorms, RopeTable, TokenSlots
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import (

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.device import upload
-from longspec.kernels.shared.residual import ResidualStream, RopeTable
-from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.shared.residual import RopeTable
+from longspec.kernels.torch.attention import DecodingAttention
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import GLIDE, DraftOptions, GlideDecoderLayer, head_dim
 from longspec.models.draft_vocabulary import MAPS, extra_columns, listed_tokens, prompt_tokens
@@ -46,7 +47,7 @@ def rotary_table(config: PreTrainedConfig, positions: int, like: Tensor) -> Rope
 
 def device_backend(device: torch.device, dtype: torch.dtype, width: int) -> Backend:
     """The backend of the draft's passes. On a GPU its attention is Triton's, which CUDA graphs can capture."""
-    return choose_backend("triton", device, dtype, width) if device.type == "cuda" else Backend(SdpaAttention())
+    return choose_backend("triton", device, dtype, width) if device.type == "cuda" else Backend(DecodingAttention())
 
 
 class DraftModel:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.native.backend import NativeAttention
-from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import Gpu
-from longspec.kernels.torch.attention import SdpaAttention, masked_sdpa
+from longspec.kernels.torch.attention import DecodingAttention
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 BACKENDS = [
@@ -33,7 +32,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """A backend and its device. Short prefixes are split too, and FlashAttention-3 takes caches of any size."""
     backend, device = request.param.split()
     if backend == "sdpa":
-        return SdpaAttention(), device
+        return DecodingAttention(), device
     if backend == "native":
         return NativeAttention(), device
     from longspec.kernels.triton import attention as triton_attention
@@ -215,7 +214,7 @@ def test_masked_sdpa_gives_zero_and_a_clean_gradient_where_nothing_is_visible(no
     mask = torch.rand(2, nodes, 50, generator=generator) < 0.5
     mask[0, 1] = False
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-    got = masked_sdpa(*leaves, mask.to(device), 0.1)
+    got = DecodingAttention().masked(*leaves, mask.to(device), 0.1)
     torch.testing.assert_close(got.detach().cpu().double(), dense(q, k, v, mask, 0.1), atol=1e-5, rtol=1e-5)
     assert got[0, :, 1].eq(0).all()
     got.square().sum().backward()

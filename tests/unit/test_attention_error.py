@@ -9,7 +9,7 @@ from kernel_devices import INTERPRETED
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
-from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.attention import DecodingAttention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HUGE = 1e4
@@ -97,7 +97,7 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("logits", LOGITS)
 def test_torch_attention_is_as_exact_as_its_dtype(logits: str, dtype: torch.dtype) -> None:
     for lengths in ([0, 1, 64, 500], [2048]):
-        check(SdpaAttention().hybrid, make_case(logits, lengths, 1, 4, 69, 64, "cpu"), dtype)
+        check(DecodingAttention().hybrid, make_case(logits, lengths, 1, 4, 69, 64, "cpu"), dtype)
 
 
 @INTERPRETED

@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from longspec.kernels.shared.attention import Attend, AttendToken, DecodingAttention, PrefixParts
+from longspec.kernels.shared.attention import Attend, AttendToken, PrefixParts
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
-from longspec.kernels.torch.attention import causal_prefill
+from longspec.kernels.torch.attention import DecodingAttention
 from longspec.kernels.triton.attention_tiles import (
     count_splits,
     prefix_tiles,
@@ -61,9 +61,6 @@ class TritonAttention(DecodingAttention):
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
-
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return causal_prefill(q, k, v, scale)
 
     def prefix_pass(self, lengths: Tensor) -> PrefixPass:
         """The prefix kernel at these lengths, to be called once per layer."""
