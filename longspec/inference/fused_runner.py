@@ -22,11 +22,11 @@ from longspec.kernels.shared.attention import AttendToken
 from longspec.kernels.shared.device import plain_gpu
 from longspec.kernels.shared.residual import RopeTable, TokenSlots
 from longspec.kernels.torch.layers import ResidualStream
-from longspec.models.draft_layer import GlideDecoderLayer, head_dim
+from longspec.models.draft_layer import GlideDecoderLayer, QueryAttend, head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, can_fuse, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, model_parallel_rank_and_size
-from longspec.models.target_attention import Attend, LayerInputs, QueryAttend
+from longspec.models.target_attention import Attend, LayerInputs
 
 
 class FusedRunner(Runner):

@@ -39,8 +39,8 @@ WINDOW = 512
 """Default self-attention window W in tokens: a query sees itself and the W positions before it."""
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, T, D], k, v [B, K, T, D] of the same tokens) -> [B, H, T, D]"""
-CrossAttend = Callable[[Tensor], Tensor]
-"""(q [B, H, T, D]) -> [B, H, T, D], over the keys and values of one layer of the target"""
+QueryAttend = Callable[[Tensor], Tensor]
+"""(q [B, H, T, D]) -> [B, H, T, D], over keys and values that are already stored"""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class DraftSelfAttention(_Attention):
 
 
 class DraftCrossAttention(_Attention):
-    def forward(self, x: Tensor, rope: Rope, attend: CrossAttend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: QueryAttend) -> Tensor:
         return self.output(attend(self.queries(x, rope)))
 
 
@@ -212,7 +212,7 @@ class GlideDecoderLayer(Draft):
         embeddings: Tensor,
         rope: Rope,
         self_attend: SelfAttend,
-        cross_attends: Sequence[CrossAttend],
+        cross_attends: Sequence[QueryAttend],
         feature: Tensor | None = None,
     ) -> Tensor:
         """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head.

@@ -15,7 +15,7 @@ from transformers.activations import SiLUActivation
 
 from longspec.kernels.shared.residual import HeadNorms, RopeTable, TokenSlots
 from longspec.kernels.torch.layers import ResidualStream
-from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
+from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer, QueryAttend
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import (
     VocabularyEmbedding,
@@ -24,7 +24,6 @@ from longspec.models.parallel import (
     sum_output,
     sum_over_ranks,
 )
-from longspec.models.target_attention import QueryAttend
 
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 FEATURE = "feature_proj"

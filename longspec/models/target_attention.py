@@ -5,7 +5,7 @@ runs that callable on the rotated queries, keys and values. Without it the modul
 remains an ordinary transformers model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -25,9 +25,6 @@ ATTENTION_NAME = "longspec"
 
 ROTATION = "rotated"
 """Attribute of an attention module that rotates with another function than `rotated`, of the same signature."""
-
-QueryAttend = Callable[[Tensor], Tensor]
-"""q [B, H, T, D] -> [B, H, T, D], over keys and values that are already stored"""
 
 
 def _attention(

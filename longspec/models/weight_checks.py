@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from longspec.errors import UserError
-from longspec.models.target_files import WEIGHT_ERRORS, WEIGHT_FILES, check_start
+from longspec.models.target_files import WEIGHT_ERRORS, check_start
 from longspec.models.weight_files import cached_folder, weight_files
 
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -36,8 +36,10 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
     folder = Path(target) if Path(target).is_dir() else cached_folder(str(target), revision)
     if folder is None:
         return
-    _check_present(folder, target)
-    kinds = _stored_kinds(weight_files(folder))
+    files = weight_files(folder)
+    for file in files:
+        check_start(file)
+    kinds = _stored_kinds(files)
     # The modules whose weight has a scale, such as x of x.weight_scale_inv.
     scaled = {name.partition(mark)[0] for name in kinds for mark in SCALE_MARKS if mark in name}
     raw = [
@@ -86,19 +88,6 @@ def _quant_method(config: PreTrainedConfig, target: str | Path) -> str | None:
             "unquantized weights"
         )
     return str(method)
-
-
-def _check_present(folder: Path, target: str | Path) -> None:
-    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
-    for file in files:
-        check_start(file)
-    if files:
-        return
-    # The parts are subfolders, so the folder itself has no weights.
-    for part in folder.glob("mp_0-of-*"):
-        world = part.name.rpartition("-")[2]
-        raise UserError(f"{target}: a target split for {world} ranks; it needs tp_size {world}")
-    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
 
 
 def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:

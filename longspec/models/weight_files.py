@@ -40,6 +40,10 @@ def weight_files(source: Path) -> list[Path]:
             if absent := [name for name in names if not (source / name).is_file()]:
                 raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
             return [source / name for name in names]
+    # The parts of a split target are subfolders, so the folder itself has no weights.
+    for part in source.glob("mp_0-of-*"):
+        world = part.name.rpartition("-")[2]
+        raise UserError(f"{source}: a target split for {world} ranks; it needs tp_size {world}")
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
 
