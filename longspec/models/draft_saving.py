@@ -23,10 +23,7 @@ from longspec.replacing import replacing
 
 
 def save_draft_file(
-    state: Mapping[str, Tensor],
-    file: str | Path,
-    options: Options = PUBLISHED,
-    target: TargetSample | None = None,
+    state: Mapping[str, Tensor], file: str | Path, options: Options = PUBLISHED, target: TargetSample | None = None
 ) -> None:
     """Write a `.pth` of plain weights without the prefix, with options and target in the state dict's metadata."""
     file = Path(file)

@@ -34,12 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "extended": {"options": OPTIONS["both"]},
     "listed": {},
 }
-CASES = [
-    ("llama", "mqa"),
-    ("llama", "listed"),
-    ("qwen2", "extended"),
-    ("qwen3", "gqa"),
-]
+CASES = [("llama", "mqa"), ("llama", "listed"), ("qwen2", "extended"), ("qwen3", "gqa")]
 
 
 BACKENDS: dict[str, type[Backend]] = {

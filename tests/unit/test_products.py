@@ -29,17 +29,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(
-    ("rows", "width"),
-    [
-        (10, 32),
-        (6, 2100),
-        (2, 1),
-        (4, 18944),
-        (10, 576),
-        (2, 100),
-    ],
-)
+@pytest.mark.parametrize(("rows", "width"), [(10, 32), (6, 2100), (2, 1), (4, 18944), (10, 576), (2, 100)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_vector_product_equals_its_reference(
     rows: int, width: int, gated: bool, dtype: torch.dtype, device: str

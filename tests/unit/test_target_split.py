@@ -17,13 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longspec.errors import UserError
 from longspec.models.target_files import load_tokenizer, read_config
-from longspec.models.target_split import (
-    check_shared,
-    check_split,
-    is_added_once,
-    rank_folder,
-    split_target,
-)
+from longspec.models.target_split import check_shared, check_split, is_added_once, rank_folder, split_target
 from longspec.models.weight_checks import check_weights
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -67,14 +67,7 @@ def check(case: tuple[Tensor, ...], device: str, with_tree: bool = True, toleran
     ],
 )
 def test_equals_the_reference_over_odd_shapes(
-    lengths: list[int],
-    kv_heads: int,
-    group: int,
-    nodes: int,
-    head_dim: int,
-    parts: int,
-    with_tree: bool,
-    device: str,
+    lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, parts: int, with_tree: bool, device: str
 ) -> None:
     """Strides, bounds of the mask, empty parts, and NaN in all slots of the prefix kernel and in unused ones."""
     check(make_case(lengths, kv_heads, group, nodes, head_dim, parts, torch.float32), device, with_tree)
@@ -125,14 +118,7 @@ def test_parts_with_distant_lses_neither_overflow_nor_vanish(offset: float, devi
     ],
 )
 def test_window_equals_the_reference(
-    window: int,
-    tree: int,
-    kv_heads: int,
-    group: int,
-    nodes: int,
-    head_dim: int,
-    device: str,
-    dtype: torch.dtype,
+    window: int, tree: int, kv_heads: int, group: int, nodes: int, head_dim: int, device: str, dtype: torch.dtype
 ) -> None:
     """Windows of several blocks and of one, in each dtype: Triton has miscompiled the loop over one block."""
     generator = torch.Generator().manual_seed(tree)

@@ -65,13 +65,7 @@ def _grow_most_probable(
 
 
 def _grow_sampled(
-    tree: Tree,
-    above: slice,
-    width: int,
-    logits: Tensor,
-    temperature: Tensor | None,
-    draws: Draws,
-    watch: Watch | None,
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor | None, draws: Draws, watch: Watch | None
 ) -> None:
     vocab = logits.shape[-1]
     noise, q = draws
