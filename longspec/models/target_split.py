@@ -76,23 +76,14 @@ def check_divisible(config: PreTrainedConfig, world: int, path: str | Path) -> N
         raise UserError(f"{path}: {config.vocab_size} tokens are too few for {world} ranks; give a smaller tp_size")
 
 
-def check_split(config: PreTrainedConfig, world: int, path: str | Path) -> None:
-    """Raise UserError unless the folder `path` holds this target's part for each of `world` ranks."""
-    check_divisible(config, world, path)
-    for folder in (rank_folder(rank, world) for rank in range(world)):
-        if not (Path(path) / folder / "config.json").is_file():
-            raise UserError(
-                f"tp_size: {path} holds no {folder}; make it with longspec split --target {path} --tp_size {world} "
-                "--output DIR, and give DIR"
-            )
-
-
 def check_shared(config: PreTrainedConfig, world: int, path: str | Path) -> None:
     """Raise UserError unless `world` ranks can share the target at `path`, whole or split for this number of ranks."""
-    if has_parts(path, world):
-        check_split(config, world, path)
-        return
     check_divisible(config, world, path)
+    if has_parts(path, world):
+        for folder in (rank_folder(rank, world) for rank in range(world)):
+            if not (Path(path) / folder / "config.json").is_file():
+                raise UserError(f"tp_size: {path} holds no {folder}; split the target again with longspec split")
+        return
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{path}: a quantized target, which cannot be split; use its unquantized weights")
     check_weights(path, config)

@@ -89,7 +89,7 @@ class FlashAttention(PaddedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
     ) -> Tensor:
         segments.check(len(q))
-        lag = segments.common_lag
+        lag = segments.lags[0] if len(set(segments.lags)) == 1 else None
         # A window counts from one lag for all segments.
         if not segments.keys.longest or (window is not None and (lag is None or lag > window)):
             return super().varlen(q, k, v, segments, scale, window)
