@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.models.architectures import draft_class, published_draft
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
-from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
+from longspec.models.target_files import check_hub_id, fetched, without_memory
 from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
 from longspec.models.weight_files import dequantized, is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
@@ -58,12 +57,7 @@ def resolve_draft(path: str | Path) -> Path:
         if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
             raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
         check_hub_id(path, "no such draft; give a .pth file, a folder or a hub id")
-        try:
-            local = Path(snapshot_download(str(path)))
-        except HUB_ERRORS as error:
-            raise UserError(
-                f"{path}: no such draft on disk or on the hub; give a .pth file, a folder or a hub id"
-            ) from error
+        local = fetched(path, "no such draft on disk or on the hub; give a .pth file, a folder or a hub id")
     return local / DRAFT_FOLDER if (local / DRAFT_FOLDER / "config.json").exists() else local
 
 
@@ -71,10 +65,8 @@ def draft_of_pair(target: str | Path, revision: str | None = None) -> Path | Non
     """The draft that `save_pretrained` of a pair wrote next to its target, or None. Raises UserError."""
     folder = Path(target)
     if not os.path.isdir(folder):
-        try:
-            folder = Path(snapshot_download(str(target), revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*"))
-        except HUB_ERRORS as error:
-            raise UserError(f"{target}: could not look for a draft in this repository ({first_line(error)})") from error
+        problem = "could not look for a draft in this repository"
+        folder = fetched(target, problem, revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*")
     return folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER / "config.json").exists() else None
 
 

@@ -24,9 +24,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
+from longspec.models.target_files import read_config
 from longspec.models.weight_checks import check_weights
-from longspec.models.weight_files import is_plain, weight_files
+from longspec.models.weight_files import is_plain, weight_errors, weight_files
 from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -169,16 +169,12 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
 
     Raises UserError.
     """
-    try:
+    with weight_errors(f"{file}: cannot be read or split"):
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as weights:
                 yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
         else:
             yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (*WEIGHT_ERRORS, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{file}: cannot be read or split ({weight_problem(error)})") from error
 
 
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:

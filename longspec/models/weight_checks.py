@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from longspec.errors import UserError
-from longspec.models.target_files import WEIGHT_ERRORS, check_start
-from longspec.models.weight_files import cached_folder, weight_files
+from longspec.models.weight_files import WEIGHT_ERRORS, cached_folder, check_start, weight_files
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes that need no scale."""

@@ -116,14 +116,18 @@ def test_named_chat_templates_come_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("metadata", "problem"),
+    ("content", "problem"),
     [
-        ({"split.count": 3, "split.no": 0}, "part 1 of 3 of a split GGUF file; merge them first"),
-        ({"general.type": "adapter"}, "a GGUF file of type 'adapter'"),
+        ({"metadata": {"split.count": 3, "split.no": 0}}, "part 1 of 3 of a split GGUF file; merge them first"),
+        ({"metadata": {"general.type": "adapter"}}, "a GGUF file of type 'adapter'"),
+        ({"architecture": "gemma"}, ".* architecture 'gemma'; supported are llama, qwen2, qwen3"),
+        ({"sliding_window": 4096}, "sliding-window attention of 4096 tokens"),
+        ({"without": "ffn_up"}, "incomplete llama model: 3 weights are missing.*up_proj"),
+        ({"extra": {"blk.0.odd.weight": np.ones(4, np.float32)}}, "incomplete llama model: 1 weights .* blk.0.odd"),
     ],
 )
-def test_a_gguf_file_that_is_no_whole_model_says_so(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
-    write_gguf(tmp_path / "odd.gguf", without="ffn", metadata=metadata)
+def test_a_gguf_file_that_is_no_target_says_why(tmp_path: Path, content: dict[str, Any], problem: str) -> None:
+    write_gguf(tmp_path / "odd.gguf", **content)
     with pytest.raises(UserError, match=f"odd.gguf: {problem}"):
         resolve_target(str(tmp_path / "odd.gguf"))
 
@@ -213,15 +217,6 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         resolve_target(str(file))
     file.write_text("hello")
     with pytest.raises(UserError, match="not a GGUF file"):
-        resolve_target(str(file))
-    write_gguf(file, architecture="gemma")
-    with pytest.raises(UserError, match=r"x.gguf: .* architecture 'gemma'; supported are llama, qwen2, qwen3"):
-        resolve_target(str(file))
-    write_gguf(file, sliding_window=4096)
-    with pytest.raises(UserError, match=r"x.gguf: sliding-window attention of 4096 tokens"):
-        resolve_target(str(file))
-    write_gguf(file, without="ffn_up")
-    with pytest.raises(UserError, match=r"incomplete llama model: 3 weights are missing.*up_proj"):
         resolve_target(str(file))
     with monkeypatch.context() as patch:
         add = gguf.GGUFWriter.add_head_count
