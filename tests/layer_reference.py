@@ -4,8 +4,6 @@ Each function is its formula in fp32 or wider. Shape letters are those of CONTRI
 intermediate size of the MLP.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

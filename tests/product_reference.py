@@ -1,7 +1,5 @@
 """Plain torch references of the matrix products of few rows, with their signatures, computed in fp64."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from layer_reference import rms_norm

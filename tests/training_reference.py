@@ -1,7 +1,5 @@
 """Plain torch references of training's attention, and of the FlashAttention calls that it consists of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The draft architectures by name. GLIDE's class depends on the target's family; no other module lists the others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

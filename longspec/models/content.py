@@ -1,7 +1,5 @@
 """Digests that identify targets and drafts by content, independent of paths."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

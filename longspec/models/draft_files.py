@@ -1,7 +1,5 @@
 """Reading and checking draft weights in every file format. `draft_saving` writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Writing draft weights, as a `.pth` file and in Hugging Face form."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Files hold it in the form of EAGLE-3 and the speculators library: d2t, int64 [Vd
 token i + d2t[i]; and t2d, bool [V], which is true for the tokens in the list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import torch

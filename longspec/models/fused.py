@@ -4,8 +4,6 @@ Each layer computes queries, keys and values in one product, and gate and up in 
 backend's residual stream (`layers` in `kernels.triton`, `kernels.native` and `kernels.torch`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion of a GGUF file into a target folder: config, safetensors and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

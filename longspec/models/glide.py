@@ -1,7 +1,5 @@
 """A frozen target with its draft: how the pair is built, and its pass in training."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path

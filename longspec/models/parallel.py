@@ -6,8 +6,6 @@ no backward. `share_target` sets the group of the ranks. In training each of the
 draft is split as well. Without a group every function here returns its input.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

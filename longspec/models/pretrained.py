@@ -1,7 +1,5 @@
 """Loading and saving a pair, with the conventions of transformers' `from_pretrained` and `save_pretrained`."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The user's cache of converted targets: GGUF files, and the targets that have a name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

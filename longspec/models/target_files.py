@@ -1,7 +1,5 @@
 """Config, weights and tokenizer in a target's folder, checked before anything large is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ kernels in six. The modules, their parameters and their hooks stay in use, so sh
 (tp_size) work too. Inputs that need a gradient and calls without `attend` take transformers' own forward.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A sample of a target's weights, saved with its draft: a draft of another target of the same shape is noticed."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

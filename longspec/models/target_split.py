@@ -5,8 +5,6 @@ of the vocabulary's rows (the last rank may get fewer). All ranks get the norms.
 1909.08053): each column-parallel product is followed by a row-parallel one, whose results are summed over the ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -3,8 +3,6 @@
 transformers casts float8 and integer matrices to the model's dtype and ignores weights that the model does not have.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path

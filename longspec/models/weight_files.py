@@ -1,7 +1,5 @@
 """Reads weight files from untrusted sources without running code in them, and matrices that are stored in 8 bits."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zipfile

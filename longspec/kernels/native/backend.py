@@ -1,7 +1,5 @@
 """The backend of a CPU in float32: compiled functions for few tokens, torch for more and for everything else."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

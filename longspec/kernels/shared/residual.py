@@ -1,7 +1,5 @@
 """What the layers of a pass exchange (see `models.fused`)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The tree of proposed tokens that a draft grows level by level."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

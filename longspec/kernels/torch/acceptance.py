@@ -3,8 +3,6 @@
 Parents precede their children, so one pass in order meets the children of each node of a path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layers in plain torch: few calls between two products."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

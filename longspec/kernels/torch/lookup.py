@@ -1,7 +1,5 @@
 """Plain torch: continuations of earlier occurrences of the newest tokens, and how often they were right."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

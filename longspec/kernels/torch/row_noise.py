@@ -5,8 +5,6 @@ A row gets the same numbers in any batch. Number i of a row is
 in 64-bit integers, where mix is the finalizer of SplitMix64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Growth of a tree, selection of its nodes and compaction of the KV cache in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

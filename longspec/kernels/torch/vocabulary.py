@@ -1,7 +1,5 @@
 """Operations over the vocabulary, and the terms of the training loss, in plain torch, in fp32 or wider."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
