@@ -27,7 +27,7 @@ PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "do
 FEATURE = "feature_proj"
 """Name of the additional linear in a draft with a target feature."""
 ProjectionAttend = Callable[[Tensor, TokenSlots, HeadNorms | None], Tensor]
-"""`AttendToken.project` at a layer's scale."""
+"""The method `project` of an `Attend`, at a layer's scale."""
 
 
 def can_fuse(model: Any) -> bool:

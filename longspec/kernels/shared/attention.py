@@ -1,29 +1,14 @@
 """The types that the kernels of decoding attention exchange. Shape letters are those of CONTRIBUTING.md."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
-from longspec.kernels.shared.residual import HeadNorms, TokenSlots
-
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Attention of one layer of a verification pass: (q [B, H, N, D], k, v [B, K, S, D], scale) -> [B, H, N, D]."""
-
-
-class AttendToken(ABC):
-    """An `Attend` of passes of one token per sequence that can also start from their merged projections."""
-
-    @abstractmethod
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
-
-    @abstractmethod
-    def project(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None, scale: float) -> Tensor:
-        """`ResidualStream.rotate_and_store`, then attention: [B, 1, H·D].
-
-        qkv: contiguous [B, 1, (H + 2K)·D]. slots: without `rows`, so that sequence b is in row b of the cache.
-        """
+"""Attention of one layer of a verification pass: (q [B, H, N, D], k, v [B, K, S, D], scale) -> [B, H, N, D].
+That of a pass of one token per sequence may have a method `project` (see `triton.attention`), which starts from the
+merged projections."""
 
 
 class PrefixParts(NamedTuple):
