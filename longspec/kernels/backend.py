@@ -25,10 +25,8 @@ class Backend:
 
     @staticmethod
     def compiling_only() -> AbstractContextManager[None]:
-        """While this is open, calls compile the kernels that they need, many at a time, and launch none.
-
-        Results are undefined, but valid as indices. A backend without such kernels computes as usual.
-        """
+        """While this is open, calls compile the kernels that they need, many at a time, and launch none. Results are
+        undefined, but valid as indices. A backend without such kernels computes as usual."""
         return nullcontext()
 
     embed = staticmethod(layers.embed)

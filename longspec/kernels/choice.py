@@ -36,9 +36,7 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
 
 def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
     """The backend of tensors on a device: Triton's on an NVIDIA GPU with Triton, in any dtype but fp64, else torch's.
-
-    Its operations need no object but for attention.
-    """
+    Its operations need no object but for attention."""
     if gpu_generation(device) < OLDEST_GPU or dtype == torch.float64 or not _installed("triton"):
         return Backend
     from longspec.kernels.triton.backend import TritonBackend  # imports triton, which a machine without a GPU may lack

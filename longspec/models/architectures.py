@@ -26,9 +26,7 @@ def architectures() -> tuple[str, ...]:
 
 def draft_class(name: str, glide: type[GlideDecoderLayer], source: str = "architecture") -> type[Draft]:
     """The draft class of an architecture. glide: that of the target's family. source: precedes the name in errors.
-
-    Raises UserError for an unknown name.
-    """
+    Raises UserError for an unknown name."""
     if name == GLIDE:
         return glide
     if name not in _classes:

@@ -46,10 +46,8 @@ class DraftSettings:
 
 
 def resolve_draft(path: str | Path) -> Path:
-    """The local weight file or folder of a draft. A path that does not exist is downloaded as a hub id.
-
-    For the folder of a saved pair it is the subfolder with the draft. Raises UserError.
-    """
+    """The local weight file or folder of a draft. A path that does not exist is downloaded as a hub id. For the folder
+    of a saved pair it is the subfolder with the draft. Raises UserError."""
     local = Path(path)
     if not os.path.exists(local):
         if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
@@ -98,11 +96,9 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit_draft(state: Mapping[str, Tensor], layer: Draft, source: str) -> dict[str, Tensor]:
-    """`state` under the names of `layer` (which may be on the meta device), if it fits it.
-
-    The vocabulary list is that of `state`, whether or not `layer` has one. Raises UserError that names `source` and the
-    missing, unexpected, wrongly shaped and non-finite weights, or the fault of the vocabulary list.
-    """
+    """`state` under the names of `layer` (which may be on the meta device), if it fits it. The vocabulary list is that
+    of `state`, whether or not `layer` has one. Raises UserError that names `source` and the missing, unexpected,
+    wrongly shaped and non-finite weights, or the fault of the vocabulary list."""
     weights = layer.renamed(strip_prefix(state))
     maps = {name: weights.pop(name) for name in MAPS if name in weights}
     expected = layer.shapes(weights, maps["d2t"].numel() if "d2t" in maps else None)
@@ -168,9 +164,7 @@ def list_size(path: str | Path) -> int | None:
 
 def draft_settings(path: str | Path) -> DraftSettings:
     """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
-
-    Published drafts state none, so they get the defaults. Raises UserError.
-    """
+    Published drafts state none, so they get the defaults. Raises UserError."""
     draft = resolve_draft(path)
     run = _folder(draft) / TRAINING_CONFIG_NAME
     config_file = _folder(draft) / "config.json"
@@ -216,9 +210,7 @@ def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str,
 
 def asked_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
     """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
-
-    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it.
-    """
+    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it."""
     if glide_path is None:
         return options_of(stated)
     saved = draft_settings(glide_path).options

@@ -35,10 +35,8 @@ def vocabulary_maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def maps_problem(maps: Mapping[str, Tensor], vocab_size: int) -> str | None:
-    """The reason why a draft with `maps`, its entries of MAPS, does not fit a target; None if it does.
-
-    A draft without a list has neither entry.
-    """
+    """The reason why a draft with `maps`, its entries of MAPS, does not fit a target; None if it does. A draft without
+    a list has neither entry."""
     if not maps:
         return None
     if missing := [name for name in MAPS if name not in maps]:

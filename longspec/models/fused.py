@@ -101,10 +101,8 @@ def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
 
 
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    """Whether all or none have biases, and each tensor either owns its memory or is followed by the next one.
-
-    A view of a trainer's flat buffer does neither, and must remain a view of that buffer.
-    """
+    """Whether all or none have biases, and each tensor either owns its memory or is followed by the next one. A view of
+    a trainer's flat buffer does neither, and must remain a view of that buffer."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return len(biases) in (0, len(linears)) and all(
         not parts or _adjacent(parts) or all(part.untyped_storage().nbytes() == part.nbytes for part in parts)

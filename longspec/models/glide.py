@@ -126,10 +126,8 @@ class GlideMixin(PretrainedPairMixin):
         objective: Objective | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The target's own forward; with `objective`, the draft's training forward (see `draft_forward`).
-
-        The named arguments are listed because transformers' `generate` inspects this signature.
-        """
+        """The target's own forward; with `objective`, the draft's training forward (see `draft_forward`). The named
+        arguments are listed because transformers' `generate` inspects this signature."""
         if objective is not None:
             return self.draft_forward(input_ids, position_ids=position_ids, objective=objective, **kwargs)
         return super().forward(

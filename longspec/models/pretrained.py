@@ -268,10 +268,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Load trained draft weights.
-
-        Raises UserError that names missing, unexpected, wrongly shaped and non-finite weights.
-        """
+        """Load trained draft weights. Raises UserError that names missing, unexpected, wrongly shaped and non-finite
+        weights."""
         weights = fit_draft(state, self.draft_model, source)
         tokens = listed_tokens(weights["d2t"]) if "d2t" in weights else None
         self.draft_model.load(weights, tokens, self)

@@ -108,11 +108,9 @@ def check_hub_id(path: str | Path, problem: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration.
-
-    transformers and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed,
-    because the hub's cache consists of them.
-    """
+    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration. transformers
+    and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed, because the hub's
+    cache consists of them."""
     # A tokenizer may be large, a configuration never is.
     limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
     with os_errors(f"{folder}: cannot be read"):
@@ -124,10 +122,8 @@ def check_files(folder: Path) -> None:
 
 
 def read_generation_config(path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
-    """A target's generation_config.json, or the settings in its `config` if there is no such file.
-
-    Raises UserError for a file that does not load, and for special tokens that are not ids.
-    """
+    """A target's generation_config.json, or the settings in its `config` if there is no such file. Raises UserError for
+    a file that does not load, and for special tokens that are not ids."""
     if os.path.isdir(path):
         check_files(Path(path))
     try:
@@ -177,11 +173,9 @@ def fetched(hub_id: str | Path, problem: str, **options: Any) -> Path:
 
 
 def position_limit(config: PreTrainedConfig) -> int:
-    """Maximum number of positions of a target, including linear or YaRN scaling of its rotary embedding.
-
-    With linear scaling `max_position_embeddings` is the length before it (Vicuna-16k: 4096 * 4). With YaRN it may be
-    either length.
-    """
+    """Maximum number of positions of a target, including linear or YaRN scaling of its rotary embedding. With linear
+    scaling `max_position_embeddings` is the length before it (Vicuna-16k: 4096 * 4). With YaRN it may be either
+    length."""
     rope = config.rope_parameters or {}
     positions, factor = config.max_position_embeddings, rope.get("factor", 1.0)
     if rope.get("rope_type") == "linear":
@@ -230,9 +224,7 @@ def read_tokenizer(path: str | Path, problem: str) -> Any:
 
 def load_tokenizer(target: str, config: PreTrainedConfig, chat_template_kwargs: TemplateArguments = None) -> Any:
     """The target's tokenizer, with `chat_template_kwargs` fixed in its chat template (see `set_template_arguments`).
-
-    Raises UserError if there is none, or if it has more tokens than the target.
-    """
+    Raises UserError if there is none, or if it has more tokens than the target."""
     tokenizer = read_tokenizer(target, "no tokenizer that loads; it must be in the folder of the weights")
     # Added tokens, such as a pad token, may have no embedding as long as no prompt contains them.
     vocab = tokenizer.get_vocab()

@@ -98,10 +98,8 @@ def is_added_once(name: str) -> bool:
 
 
 def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[slice, ...]:
-    """The slices of the weight `name`, of a target or a draft, that a rank holds.
-
-    Raises UserError for a weight that no supported target has, such as a quantized one.
-    """
+    """The slices of the weight `name`, of a target or a draft, that a rank holds. Raises UserError for a weight that no
+    supported target has, such as a quantized one."""
     *_, module, kind = name.split(".")
     # [V, hidden]: rows are tokens.
     if module in VOCABULARY and kind == "weight":
@@ -125,10 +123,8 @@ def _share(size: int, rank: int, world: int) -> slice:
 
 def split_target(source: Path, output: Path, world: int) -> None:
     """Write the target in `source` to the folder `output`: a folder per rank, and the target's config and tokenizer.
-
-    Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it
-    is complete. Raises UserError for a target that cannot be split or read.
-    """
+    Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it is
+    complete. Raises UserError for a target that cannot be split or read."""
     config = read_config(source)
     check_divisible(config, world, source)
     files = weight_files(source)
@@ -163,10 +159,8 @@ def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, worl
 
 @contextmanager
 def _opened(file: Path) -> Iterator[dict[str, Any]]:
-    """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs.
-
-    Raises UserError.
-    """
+    """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs. Raises
+    UserError."""
     with weight_errors(f"{file}: cannot be read or split"):
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as weights:
@@ -176,10 +170,8 @@ def _opened(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory.
-
-    Raises UserError (see `part_of`).
-    """
+    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory. Raises
+    UserError (see `part_of`)."""
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()

@@ -25,10 +25,8 @@ CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
-    """Raise UserError for a target without weights in its folder, or with weights that no quantizer interprets.
-
-    Reads the headers of the files. Of a hub id, only files that are already in the hub's cache are read.
-    """
+    """Raise UserError for a target without weights in its folder, or with weights that no quantizer interprets. Reads
+    the headers of the files. Of a hub id, only files that are already in the hub's cache are read."""
     method = _quant_method(config, target)
     folder = Path(target) if Path(target).is_dir() else cached_folder(str(target), revision)
     if folder is None:
@@ -54,10 +52,8 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
 
 
 def check_all_used(unexpected: Iterable[str], target: str | Path, config: PreTrainedConfig) -> None:
-    """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have.
-
-    Biases of zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed.
-    """
+    """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have. Biases of
+    zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed."""
     unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and ".rotary_emb." not in name)
     if Path(target).is_dir() and all(name.endswith(".bias") for name in unused):
         # Some GPTQ files hold a bias of zeros for every matrix.
@@ -88,10 +84,8 @@ def _quant_method(config: PreTrainedConfig, target: str | Path) -> str | None:
 
 
 def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:
-    """The dtype of each weight, one of FLOATING for a dtype that needs no scale.
-
-    A file that cannot be read is left out; loading it reports the reason.
-    """
+    """The dtype of each weight, one of FLOATING for a dtype that needs no scale. A file that cannot be read is left
+    out; loading it reports the reason."""
     kinds: dict[str, str] = {}
     for file in files:
         try:

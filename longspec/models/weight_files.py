@@ -91,10 +91,8 @@ def weight_errors(problem: str) -> Iterator[None]:
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file or a pickle, on the CPU, mapped from the file. Raises UserError.
-
-    A pickle's result keeps the `_metadata` of the state dict that was saved.
-    """
+    """The tensors in a safetensors file or a pickle, on the CPU, mapped from the file. Raises UserError. A pickle's
+    result keeps the `_metadata` of the state dict that was saved."""
     with weight_errors(f"{file}: not a readable file of plain weights"):
         check_start(file)
         state = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)

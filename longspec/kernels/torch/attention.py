@@ -92,10 +92,8 @@ class DecodingAttention:
         return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention of a chunk of the prompt: the N queries belong to the last N of the S slots.
-
-        On CUDA torch's fused kernels run, which need no [N, S] mask.
-        """
+        """Causal attention of a chunk of the prompt: the N queries belong to the last N of the S slots. On CUDA torch's
+        fused kernels run, which need no [N, S] mask."""
         nodes, slots = q.shape[2], k.shape[2]
         if not q.is_cuda and nodes < slots:
             bias = q.new_full((1, nodes, slots), -torch.inf).triu_(slots - nodes + 1)
@@ -122,10 +120,8 @@ def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tens
 def _by_length(
     attend: Callable[..., Tensor], counts: list[int], nodes: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 ) -> Tensor:
-    """Call attend(length, q, k, v, *others) for the sequences of each length together.
-
-    k and v are cut after the first length + `nodes` slots, so that no later one is read.
-    """
+    """Call attend(length, q, k, v, *others) for the sequences of each length together. k and v are cut after the first
+    length + `nodes` slots, so that no later one is read."""
     if len(set(counts)) == 1:
         used = counts[0] + nodes
         return attend(counts[0], q, k[:, :, :used], v[:, :, :used], *others)

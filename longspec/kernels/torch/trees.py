@@ -122,11 +122,9 @@ def select_nodes(
 def _merge_branches(
     pool: SelectedNodes, priority: Tensor, branches: Branches, by_arrival: bool
 ) -> tuple[SelectedNodes, Tensor]:
-    """The root, the nodes of all branches and those of the tree in one pool, and their priorities [B, K * D + M].
-
-    Nodes of the tree with the same path as a branch's node are absorbed by it: they turn into padding, and their
-    children follow that node. The pool's parents and ranks are not filled in.
-    """
+    """The root, the nodes of all branches and those of the tree in one pool, and their priorities [B, K * D + M]. Nodes
+    of the tree with the same path as a branch's node are absorbed by it: they turn into padding, and their children
+    follow that node. The pool's parents and ranks are not filled in."""
     batch, chains, depth = branches.tokens.shape
     exists = (branches.scores > -torch.inf).flatten(1)
     branch_tokens = branches.tokens.flatten(1)

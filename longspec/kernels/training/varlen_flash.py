@@ -37,11 +37,8 @@ def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 
 def resolve_attention(requested: str | None) -> str:
-    """The attention that training runs for a config's `attn_implementation`; logs once if it differs.
-
-    None means "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any
-    other name.
-    """
+    """The attention that training runs for a config's `attn_implementation`; logs once if it differs. None means
+    "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any other name."""
     name = requested or "sdpa"
     known = (*FLASH_MODULES, "sdpa", "eager")
     if name not in known:
@@ -137,10 +134,8 @@ def _run(
 
 
 def _visible(k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The keys and values that some query sees.
-
-    With a lag, the last ones of each segment are dropped, so that the ends of queries and keys align.
-    """
+    """The keys and values that some query sees. With a lag, the last ones of each segment are dropped, so that the ends
+    of queries and keys align."""
     rows = segments.keys.rows
     return (k, v) if rows is None else (k.index_select(0, rows), v.index_select(0, rows))
 
@@ -278,11 +273,9 @@ class _BlockFlash(torch.autograd.Function):
 
 
 def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """Each distance 1 … BLOCK - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider.
-
-    The key at that distance is visible to the query at offset i if it is in an earlier block, i % BLOCK < distance, and
-    the query is not in the first block. Other scores are -inf.
-    """
+    """Each distance 1 … BLOCK - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider. The key at that
+    distance is visible to the query at offset i if it is in an earlier block, i % BLOCK < distance, and the query is
+    not in the first block. Other scores are -inf."""
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     for distance in range(1, BLOCK):
         scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
