@@ -37,8 +37,11 @@ def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 
 def resolve_attention(requested: str | None) -> str:
-    """The attention that training runs for a config's `attn_implementation`; logs once if it differs. None means
-    "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any other name."""
+    """The attention that training runs for a config's `attn_implementation`; logs once if it differs.
+
+    None means "sdpa". Returns "flash_attention_2", "flash_attention_3", "sdpa" or "eager". Raises UserError for any
+    other name.
+    """
     name = requested or "sdpa"
     known = (*FLASH_MODULES, "sdpa", "eager")
     if name not in known:
