@@ -26,8 +26,7 @@ from benchmarks.published_attention import published_attention
 from benchmarks.tables import formatted, markdown_header, markdown_line
 from longspec.errors import UserError, reports_user_errors
 from longspec.kernels.choice import choose_backend
-from longspec.kernels.shared.attention import DecodingAttention
-from longspec.kernels.torch.attention import masked_sdpa
+from longspec.kernels.torch.attention import DecodingAttention
 
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
@@ -159,7 +158,7 @@ def exact_attention(x: Inputs) -> Tensor:
     group = x.q.shape[1] // x.k.shape[1]
     mask = hybrid_mask(x)[0]
     heads = [
-        masked_sdpa(q.float(), k.float(), v.float(), mask, SCALE)
+        DecodingAttention().masked(q.float(), k.float(), v.float(), mask, SCALE)
         for q, k, v in zip(x.q.split(group, 1), x.k.split(1, 1), x.v.split(1, 1), strict=True)
     ]
     return torch.cat(heads, 1)

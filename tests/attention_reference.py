@@ -56,13 +56,11 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
 ) -> PrefixParts:
-    """Reference of `prefix_attention.prefix_attention`."""
     shares = split_blocks(lengths, num_splits, tiles.block_n)
     return flash_prefix(q.float(), k.float(), v.float(), scale, shares, tiles.block_n)._replace(overlap=overlap)
 
 
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, block: int) -> PrefixParts:
-    """Reference of `flash_attention.flash_prefix`."""
     splits = shares.shape[1] // len(q)
     outs = q.new_zeros(splits, *q.shape)
     lses = outs.new_full(outs.shape[:-1], -torch.inf, dtype=torch.float32)
@@ -75,7 +73,6 @@ def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, 
 
 
 def split_blocks(lengths: Tensor, splits: int, block: int) -> Tensor:
-    """Reference of `flash_attention.split_blocks`."""
     blocks = lengths.long() // block
     rows = torch.arange(len(lengths), device=lengths.device)
     columns = []
@@ -96,7 +93,6 @@ def prefix_and_tree_attention(
     parts: PrefixParts,
     shared_memory: int,
 ) -> Tensor:
-    """Reference of `tree_attention.prefix_and_tree_attention`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         first = length // parts.block * parts.block
@@ -125,7 +121,6 @@ def token_attention(
     tiles: Tiles,
     overlap: bool,
 ) -> Tensor:
-    """Reference of `token_attention.token_attention`."""
     positions, rope, keys, values, numbers, rows = slots
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     q = rotate_and_store(qkv, positions, rope, keys, values, numbers, norms, rows)
@@ -143,14 +138,12 @@ def token_attention(
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
 ) -> Tensor:
-    """Reference of `tree_attention.window_attention`."""
     window = k.shape[2] - tree_mask.shape[2]
     buffer_mask = buffer_visible(lengths, level, window, q.shape[2])
     return attention_with_lse(q, k, v, torch.cat([buffer_mask, tree_mask], 2), scale)[0]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
-    """Reference of `tree_attention.masked_attention`."""
     return attention_with_lse(q, k, v, mask, scale)[0]
 
 
@@ -175,7 +168,6 @@ def path_attention(
     shared_memory: int,
     overlap: bool,
 ) -> Tensor:
-    """Reference of `deterministic.path_attention`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         for node in range(q.shape[2]):
@@ -187,7 +179,6 @@ def path_attention(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
-    """Reference of `deterministic.causal_attention`."""
     nodes, slots = q.shape[2], k.shape[2]
     visible = torch.ones(len(q), nodes, slots, dtype=torch.bool, device=q.device).tril(slots - nodes)
     return attention_with_lse(q, k, v, visible, scale)[0]
@@ -202,7 +193,6 @@ def paged_attention(
     tiles: Tiles,
     tree: PagedTree | None = None,
 ) -> None:
-    """Reference of `paged_attention.paged_attention`."""
     nodes = q.shape[2]
     for row, (begin, end) in enumerate(zip(prefix.begins.tolist(), prefix.ends.tolist(), strict=True)):
         own, length = prefix.slots[begin:end].long(), end - begin

@@ -17,9 +17,9 @@ from longspec.inference.engine import rounds
 from longspec.inference.penalties import Nodes
 from longspec.inference.row_settings import NO_TOKEN, PenaltyRows
 from longspec.inference.sampling import Sampler, per_row
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import Branches, Draws, SelectedNodes, Tree
 from longspec.kernels.torch import acceptance as torch_acceptance
-from longspec.kernels.torch.backend import TorchBackend
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
 Patch = pytest.MonkeyPatch
@@ -50,16 +50,16 @@ def top_k_children_as_samples(patch: Patch) -> None:
     def faulty(
         tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor, draws: Draws, *_: object
     ) -> None:
-        draws.q.copy_(TorchBackend.softmax(logits, temperature))
+        draws.q.copy_(Backend.softmax(logits, temperature))
         grow(tree, above, width, logits, temperature)
 
-    grow = TorchBackend.grow_level
-    patch.setattr(TorchBackend, "grow_level", staticmethod(faulty))
+    grow = Backend.grow_level
+    patch.setattr(Backend, "grow_level", staticmethod(faulty))
 
 
 def siblings_out_of_order(patch: Patch) -> None:
     """Siblings are tried in the reverse of the order in which they were sampled."""
-    grow = TorchBackend.grow_level
+    grow = Backend.grow_level
 
     def faulty(tree: Tree, above: slice, width: int, *args: Any) -> None:
         grow(tree, above, width, *args)
@@ -68,7 +68,7 @@ def siblings_out_of_order(patch: Patch) -> None:
             values[:, here] = values[:, here].flip(1)
         tree.visible[:, here, : above.stop] = tree.visible[:, here, : above.stop].flip(1)
 
-    patch.setattr(TorchBackend, "grow_level", staticmethod(faulty))
+    patch.setattr(Backend, "grow_level", staticmethod(faulty))
 
 
 def selection_sees_the_targets_draw(patch: Patch) -> None:
@@ -82,7 +82,7 @@ def selection_sees_the_targets_draw(patch: Patch) -> None:
 
 def siblings_reordered_before_selection(patch: Patch) -> None:
     """The nodes of a level are reversed after they were drawn, before some of them are selected."""
-    select = TorchBackend.select_nodes
+    select = Backend.select_nodes
 
     def faulty(tree: Tree, levels: Tensor, *args: Any, **kwargs: Any) -> SelectedNodes:
         order = torch.cat([(levels == level).nonzero()[:, 0].flip(0) for level in range(int(levels.max()) + 1)])
@@ -97,22 +97,22 @@ def siblings_reordered_before_selection(patch: Patch) -> None:
         selected = select(reordered, levels, *args, **kwargs)
         return selected._replace(wide=order[selected.wide])
 
-    patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))
+    patch.setattr(Backend, "select_nodes", staticmethod(faulty))
 
 
 def samples_selected_by_probability(patch: Patch) -> None:
     """Sampled nodes are selected by the probability of their paths instead of their arrival."""
-    select = TorchBackend.select_nodes
+    select = Backend.select_nodes
 
     def faulty(tree: Tree, *args: Any, **kwargs: Any) -> SelectedNodes:
         return select(tree._replace(arrivals=-tree.scores), *args, **kwargs)
 
-    patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))
+    patch.setattr(Backend, "select_nodes", staticmethod(faulty))
 
 
 def branches_admitted_by_the_draws(patch: Patch) -> None:
     """A lookup branch takes part only if its first token was sampled below the root."""
-    select = TorchBackend.select_nodes
+    select = Backend.select_nodes
 
     def faulty(
         tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
@@ -123,7 +123,7 @@ def branches_admitted_by_the_draws(patch: Patch) -> None:
             branches = branches._replace(scores=branches.scores.where(drawn, -torch.inf))
         return select(tree, levels, nodes, by_arrival, branches)
 
-    patch.setattr(TorchBackend, "select_nodes", staticmethod(faulty))
+    patch.setattr(Backend, "select_nodes", staticmethod(faulty))
 
 
 def no_renormalization(patch: Patch) -> None:
@@ -204,22 +204,22 @@ def one_stream_of_draws(patch: Patch) -> None:
 def rows_share_their_draws(patch: Patch) -> None:
     """All rows of the batch have the same seed."""
 
-    noise = TorchBackend.row_noise
+    noise = Backend.row_noise
 
     def faulty(seeds: Tensor, *arguments: Any) -> Tensor:
         return noise(torch.zeros_like(seeds), *arguments)
 
-    patch.setattr(TorchBackend, "row_noise", staticmethod(faulty))
+    patch.setattr(Backend, "row_noise", staticmethod(faulty))
 
 
 def rounds_repeat_their_draws(patch: Patch) -> None:
     """The random numbers do not depend on the position of the root."""
-    noise = TorchBackend.row_noise
+    noise = Backend.row_noise
 
     def faulty(seeds: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
         return noise(seeds, torch.zeros_like(positions), *arguments)
 
-    patch.setattr(TorchBackend, "row_noise", staticmethod(faulty))
+    patch.setattr(Backend, "row_noise", staticmethod(faulty))
 
 
 def _with_nodes(change: Callable[[Nodes, Proposal], Nodes]) -> Callable[[Patch], None]:

@@ -10,22 +10,6 @@ from tiny_tokenizer import byte_tokenizer
 
 from longspec.models.draft_layer import head_dim
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 CONTROL, NORMAL = 3, 1
 
 
@@ -72,6 +56,7 @@ def write_gguf(
     _add_tokenizer(writer, vocab)
     for key, value in (metadata or {}).items():
         {str: writer.add_string, int: writer.add_uint16, list: writer.add_array}[type(value)](key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[written_as.upper()], config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
@@ -80,7 +65,7 @@ def write_gguf(
             array = _interleaved(array, config.num_attention_heads)
         if written_as == "llama" and "k_proj" in name:
             array = _interleaved(array, config.num_key_value_heads)
-        new = _renamed(name)
+        new = names.get_name(name, (".weight", ".bias"))
         if without and without in new:
             continue
         if quantized and array.ndim == 2:
@@ -113,11 +98,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab: dict[str, int]) -> None:
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows i and i + D/2 of each head next to each other, as rotations in llama.cpp want them."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def _renamed(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"

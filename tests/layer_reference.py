@@ -4,8 +4,6 @@ Each function is its formula in fp32 or wider. Shape letters are those of CONTRI
 intermediate size of the MLP.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +14,6 @@ from longspec.kernels.triton.logit_statistics import CHUNK, SUB, LogitStatistics
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None) -> Tensor:
-    """Reference of `elementwise.rms_norm`."""
     if parts is not None:
         x.copy_(x.float() + parts.sum(0))
     wide = x.float()
@@ -26,7 +23,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Reference of `elementwise.swiglu`."""
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
@@ -40,7 +36,6 @@ def rotate_and_store(
     norms: HeadNorms | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Reference of `elementwise.rotate_and_store`."""
     kv_heads, head_dim = keys.shape[1], keys.shape[-1]
     q_width = qkv.shape[-1] - 2 * kv_heads * head_dim
     q, k, v = qkv.split([q_width, kv_heads * head_dim, kv_heads * head_dim], -1)
@@ -57,7 +52,6 @@ def rotate_and_store(
 
 
 def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], head_dim: int) -> Tensor:
-    """Reference of `elementwise.rotate_queries`."""
     heads = q.unflatten(-1, (q.shape[-1] // head_dim, head_dim))
     cos, sin = (table[positions.long()].float()[:, :, None] for table in rope)
     low, high = heads.float().chunk(2, -1)
@@ -66,7 +60,6 @@ def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], he
 
 
 def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor | None = None) -> LogitStatistics:
-    """Reference of `logit_statistics.logit_statistics`."""
     rows = over_temperature(logits, temperature).reshape(-1, logits.shape[-1])
     keys = rows if noise is None else rows - noise.reshape(rows.shape).float().log()
     sub_chunks = F.pad(keys, (0, -rows.shape[1] % SUB), value=-torch.inf).unflatten(1, (-1, SUB))

@@ -1,6 +1,7 @@
 """The logits of drafts in decoding, next to those of their training forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,23 +16,31 @@ from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
 
 
+def training_pass(
+    model: GlideMixin,
+    segments: Sequence[Tensor],
+    lags: Tensor | None,
+    pick: Callable[..., Any],
+    positions: Sequence[Tensor] | None = None,
+    rows: int = 1,
+    reads_target: bool = False,
+) -> Any:
+    """The training forward over segments of tokens, packed into `rows` rows, with `Handed(pick, reads_target)`."""
+    tokens, device = torch.cat(list(segments)).view(rows, -1), segments[0].device
+    at = torch.cat(list(positions or [torch.arange(len(segment)) for segment in segments])).view(rows, -1)
+    borders = torch.tensor([0, *accumulate(map(len, segments))], dtype=torch.int32)
+    objective = Handed(pick, reads_target)
+    return model(tokens, labels=tokens, position_ids=at.to(device), cu_seqlens=borders, lags=lags, objective=objective)
+
+
 @torch.no_grad()
 def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tensor:
     """The training forward's logits [T, Vd] over one segment, tokens [T], at one lag; None: of the base variant.
 
     They are of the draft's own head if it has one.
     """
-    head = model.draft_model.head
-    return model(
-        tokens[None],
-        labels=tokens[None],
-        position_ids=torch.arange(len(tokens), device=tokens.device)[None],
-        cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-        lags=None if lag is None else torch.tensor([lag]),
-        objective=Handed(
-            lambda hidden, target_hidden, labels, lm_head, *_: (lm_head if head is None else head)(hidden)[0]
-        ),
-    )
+    head = model.draft_model.head or model.lm_head
+    return training_pass(model, [tokens], None if lag is None else torch.tensor([lag]), lambda x, *_: head(x)[0])
 
 
 def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: Drafter) -> StaticBatch:

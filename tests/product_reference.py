@@ -1,7 +1,5 @@
 """Plain torch references of the matrix products of few rows, with their signatures, computed in fp64."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from layer_reference import rms_norm
@@ -20,7 +18,6 @@ def vector_product(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Reference of `vector_product.vector_product`."""
     if norm is not None:
         x = rms_norm(x, norm, eps)
     product = _product(x, weight, bias, gated)
@@ -30,7 +27,6 @@ def vector_product(
 def skinny_product(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False, fixed_order: bool = False
 ) -> Tensor:
-    """Reference of `skinny_product.skinny_product`."""
     return _product(x, weight, bias, gated).to(x.dtype)
 
 

@@ -25,7 +25,7 @@ from longspec.inference.methods import AUTO, METHODS, Drafting
 from longspec.inference.process_group import shared_target
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
-from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.attention import DecodingAttention
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
@@ -121,7 +121,7 @@ def choose_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     """Fused passes on the kernels for the shared pair with a small window, because the interpreter is slow."""
     is_shared = model_parallel_rank_and_size()[1] > 1
     if is_shared and model.draft_model.window == SMALL_WINDOW:
-        return FusedRunner(model, InterpretedBackend(SdpaAttention()))
+        return FusedRunner(model, InterpretedBackend(DecodingAttention()))
     return make_runner(model, attention, compiled)
 
 

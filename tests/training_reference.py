@@ -1,12 +1,12 @@
-"""Plain torch references of training's attention and of the loss kernels, with their signatures."""
+"""Plain torch references of training's attention, and of the FlashAttention calls that it consists of."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from attention_reference import attention_with_lse
 from torch import Tensor
 
-from longspec.kernels.backend import OUTSIDE
+from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.segments import BLOCK, Segments
 
 
@@ -53,31 +53,47 @@ def _offsets(segments: Segments) -> tuple[Tensor, Tensor]:
     return offsets.to(segments.device), number.to(segments.device)
 
 
-def terms_and_gradient(
-    logits: Tensor, teacher: Tensor | None, labels: Tensor, share: float, norm: Tensor, teacher_norm: Tensor | None
-) -> Tensor:
-    """Reference of `divergence.terms_and_gradient`, in fp32 or wider."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    # One-hot labels; a label outside of this part of the vocabulary has no 1.
-    onehot = (torch.arange(logits.shape[1], device=logits.device) == labels[:, None]).to(wide)
-    log_q = logits.to(wide) - norm[:, None]
-    weight = torch.where(labels == OUTSIDE, share, 1.0).to(wide)[:, None]
-    gradient = weight * log_q.exp() - (1 - share) * onehot
-
-    terms = log_q.new_zeros(len(logits), 3)
-    terms[:, 0] = -_sum_where(onehot, log_q)
-    if teacher is not None and teacher_norm is not None:
-        log_p = teacher.to(wide) - teacher_norm[:, None]
-        terms[:, 2] = -_sum_where(onehot, log_p)
-        if share > 0:
-            p = log_p.exp()
-            terms[:, 1] = _sum_where(p, log_p - log_q)
-            gradient -= share * p
-
-    logits.copy_(gradient)
-    return terms
+def _visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tensor:
+    """FlashAttention's causal mask, bool [N, keys], which aligns the ends of the queries and keys of each segment."""
+    mask = torch.zeros(query_bounds[-1], key_bounds[-1], dtype=torch.bool)
+    for number in range(len(query_bounds) - 1):
+        (q0, q1), (k0, k1) = query_bounds[number : number + 2], key_bounds[number : number + 2]
+        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        keys = torch.arange(k1 - k0)[None]
+        mask[q0:q1, k0:k1] = (keys <= last) & ((keys >= last - reach) if reach >= 0 else True)
+    return mask
 
 
-def _sum_where(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum of weights * values over the last dimension, where 0 * -inf counts as 0."""
-    return torch.where(weights == 0, 0.0, weights * values).sum(-1)
+def _scores(q: Tensor, k: Tensor, segments: Segments, scale: float, reach: int = -1) -> Tensor:
+    """Scores [H, N, keys], -inf where a key is invisible."""
+    queries, keys, longest, most_keys = varlen_flash._sizes(segments)
+    assert queries.dtype == keys.dtype == torch.int32
+    assert longest == queries.diff().max() and most_keys == keys.diff().max()
+    mask = _visible(queries.tolist(), keys.tolist(), reach)
+    scores = torch.einsum("nhd,khd->hnk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    return scores.masked_fill(~mask, -torch.inf)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
+    """`varlen_flash._forward`."""
+    scores = _scores(q, k, *call)
+    lse = scores.logsumexp(-1)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the kernel's LSE of a query without keys
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return torch.einsum("hnk,khd->nhd", (scores - lse[..., None]).exp(), values), lse, torch.empty(0), torch.empty(0)
+
+
+def flash_backward(
+    upstream: Tensor, saved: tuple[Tensor, ...], segments: Segments, scale: float, reach: int = -1
+) -> tuple[Tensor, ...]:
+    """`varlen_flash._backward` by FlashAttention's published formulas, from the `out` and `lse` that are passed."""
+    q, k, v, out, lse, *state = saved
+    assert lse.is_contiguous() and len(state) == 2
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    weights = (_scores(q, k, segments, scale, reach) - lse[..., None]).exp()
+    dscores = torch.einsum("nhd,khd->hnk", upstream, values) - (upstream * out).sum(-1).T[..., None]
+    dscores = weights * dscores * scale
+    dq = torch.einsum("hnk,khd->nhd", dscores, keys)
+    dk, dv = torch.einsum("hnk,nhd->khd", dscores, q), torch.einsum("hnk,nhd->khd", weights, upstream)
+    return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))

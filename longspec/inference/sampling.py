@@ -20,7 +20,6 @@ from longspec.inference.request import FILTERS, PenaltyKind, Sampling, joined_pe
 from longspec.inference.row_settings import PenaltyRows, RowSettings
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.watch import Watch
-from longspec.kernels.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Proposal
@@ -75,7 +74,7 @@ class Sampler:
 
     def __init__(self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None) -> None:
         """settings: not needed for greedy rows without penalties."""
-        self.backend: Backend | type[Backend] = TorchBackend
+        self.backend: Backend | type[Backend] = Backend
         self.kind = kind
         self.greedy = kind.rows == "greedy"
         self._settings = settings

@@ -1,6 +1,6 @@
 """The operations of decoding and training, in a folder per backend: each of them is in one module of a folder.
 
-- `backend`: the interface; `choice`: which backend runs where.
+- `backend`: all operations; `choice`: which backend runs where.
 - `torch`: for any device and dtype; `triton`: Triton kernels for NVIDIA GPUs; `native`: C for CPUs.
 - `training`: attention over packed segments.
 - `shared`: types, and the properties of devices.

@@ -10,10 +10,8 @@ from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
-from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
-from longspec.kernels.torch.attention import SdpaAttention
-from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.torch.attention import DecodingAttention
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
 """Modules that each attention imports. The package fa3-fwd provides FlashAttention-3."""
@@ -38,11 +36,9 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
 
 def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
     """The backend of tensors on a device: Triton's on an NVIDIA GPU with Triton, in any dtype but fp64, else torch's.
-
-    Its operations need no object but for attention.
-    """
+    Its operations need no object but for attention."""
     if gpu_generation(device) < OLDEST_GPU or dtype == torch.float64 or not _installed("triton"):
-        return TorchBackend
+        return Backend
     from longspec.kernels.triton.backend import TritonBackend  # imports triton, which a machine without a GPU may lack
 
     return TritonBackend
@@ -82,7 +78,7 @@ def _attention(name: str, device: torch.device) -> DecodingAttention:
     if name == "native":
         return NativeAttention()
     if name == "sdpa":
-        return SdpaAttention()
+        return DecodingAttention()
     # These modules import triton and fa3-fwd.
     if name == "flash":
         from longspec.kernels.triton.flash_attention import FlashAttention

@@ -1,7 +1,5 @@
 """The draft architectures by name. GLIDE's class depends on the target's family; no other module lists the others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +26,7 @@ def architectures() -> tuple[str, ...]:
 
 def draft_class(name: str, glide: type[GlideDecoderLayer], source: str = "architecture") -> type[Draft]:
     """The draft class of an architecture. glide: that of the target's family. source: precedes the name in errors.
-
-    Raises UserError for an unknown name.
-    """
+    Raises UserError for an unknown name."""
     if name == GLIDE:
         return glide
     if name not in _classes:

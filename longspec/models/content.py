@@ -1,7 +1,5 @@
 """Digests that identify targets and drafts by content, independent of paths."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,11 +26,8 @@ Digests = list[list[str]]
 
 
 def target_digests(target: str, config: PreTrainedConfig) -> Digests:
-    """Relative names and digests of a target's weights, configuration and tokenizer.
-
-    A hub id is identified by its commit, and so is a snapshot folder in the hub's cache. Raises UserError for a file
-    that cannot be read.
-    """
+    """Relative names and digests of a target's weights, configuration and tokenizer. A hub id is identified by its
+    commit, and so is a snapshot folder in the hub's cache. Raises UserError for a file that cannot be read."""
     folder = Path(target)
     # A commit identifies its files, so gigabytes of weights need not be read.
     if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name):

@@ -4,8 +4,6 @@ Its decoding step is a `DraftDecoder` (`inference.drafting.decoder`). GLIDE (`dr
 docs/own-draft.md.
 """
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

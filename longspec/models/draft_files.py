@@ -1,7 +1,5 @@
 """Reading and checking draft weights in every file format. `draft_saving` writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
@@ -10,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.models.architectures import draft_class, published_draft
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
-from longspec.models.target_files import HUB_ERRORS, check_hub_id, without_memory
+from longspec.models.target_files import check_hub_id, fetched, without_memory
 from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
 from longspec.models.weight_files import dequantized, is_plain, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
@@ -49,21 +46,14 @@ class DraftSettings:
 
 
 def resolve_draft(path: str | Path) -> Path:
-    """The local weight file or folder of a draft. A path that does not exist is downloaded as a hub id.
-
-    For the folder of a saved pair it is the subfolder with the draft. Raises UserError.
-    """
+    """The local weight file or folder of a draft. A path that does not exist is downloaded as a hub id. For the folder
+    of a saved pair it is the subfolder with the draft. Raises UserError."""
     local = Path(path)
     if not os.path.exists(local):
         if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
             raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
         check_hub_id(path, "no such draft; give a .pth file, a folder or a hub id")
-        try:
-            local = Path(snapshot_download(str(path)))
-        except HUB_ERRORS as error:
-            raise UserError(
-                f"{path}: no such draft on disk or on the hub; give a .pth file, a folder or a hub id"
-            ) from error
+        local = fetched(path, "no such draft on disk or on the hub; give a .pth file, a folder or a hub id")
     return local / DRAFT_FOLDER if (local / DRAFT_FOLDER / "config.json").exists() else local
 
 
@@ -71,10 +61,8 @@ def draft_of_pair(target: str | Path, revision: str | None = None) -> Path | Non
     """The draft that `save_pretrained` of a pair wrote next to its target, or None. Raises UserError."""
     folder = Path(target)
     if not os.path.isdir(folder):
-        try:
-            folder = Path(snapshot_download(str(target), revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*"))
-        except HUB_ERRORS as error:
-            raise UserError(f"{target}: could not look for a draft in this repository ({first_line(error)})") from error
+        problem = "could not look for a draft in this repository"
+        folder = fetched(target, problem, revision=revision, allow_patterns=f"{DRAFT_FOLDER}/*")
     return folder / DRAFT_FOLDER if (folder / DRAFT_FOLDER / "config.json").exists() else None
 
 
@@ -108,11 +96,9 @@ def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fit_draft(state: Mapping[str, Tensor], layer: Draft, source: str) -> dict[str, Tensor]:
-    """`state` under the names of `layer` (which may be on the meta device), if it fits it.
-
-    The vocabulary list is that of `state`, whether or not `layer` has one. Raises UserError that names `source` and the
-    missing, unexpected, wrongly shaped and non-finite weights, or the fault of the vocabulary list.
-    """
+    """`state` under the names of `layer` (which may be on the meta device), if it fits it. The vocabulary list is that
+    of `state`, whether or not `layer` has one. Raises UserError that names `source` and the missing, unexpected,
+    wrongly shaped and non-finite weights, or the fault of the vocabulary list."""
     weights = layer.renamed(strip_prefix(state))
     maps = {name: weights.pop(name) for name in MAPS if name in weights}
     expected = layer.shapes(weights, maps["d2t"].numel() if "d2t" in maps else None)
@@ -178,9 +164,7 @@ def list_size(path: str | Path) -> int | None:
 
 def draft_settings(path: str | Path) -> DraftSettings:
     """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
-
-    Published drafts state none, so they get the defaults. Raises UserError.
-    """
+    Published drafts state none, so they get the defaults. Raises UserError."""
     draft = resolve_draft(path)
     run = _folder(draft) / TRAINING_CONFIG_NAME
     config_file = _folder(draft) / "config.json"
@@ -226,9 +210,7 @@ def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str,
 
 def asked_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
     """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
-
-    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it.
-    """
+    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it."""
     if glide_path is None:
         return options_of(stated)
     saved = draft_settings(glide_path).options

@@ -39,8 +39,8 @@ WINDOW = 512
 """Default self-attention window W in tokens: a query sees itself and the W positions before it."""
 SelfAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, H, T, D], k, v [B, K, T, D] of the same tokens) -> [B, H, T, D]"""
-CrossAttend = Callable[[Tensor], Tensor]
-"""(q [B, H, T, D]) -> [B, H, T, D], over the keys and values of one layer of the target"""
+QueryAttend = Callable[[Tensor], Tensor]
+"""(q [B, H, T, D]) -> [B, H, T, D], over keys and values that are already stored"""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,9 @@ DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight
 
 
 def check_window(window: int, depth: int, source: str) -> None:
-    """Raise UserError unless a draft with self-attention window `window` can draft `depth` levels.
-
-    The draft's cache holds `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of
-    the setting that determines the depth.
-    """
+    """Raise UserError unless a draft with self-attention window `window` can draft `depth` levels. The draft's cache
+    holds `window` positions, and a round writes up to `depth` + 1 of them at once. source: name of the setting that
+    determines the depth."""
     if window <= depth:
         raise UserError(
             f"{source}: {depth} levels, but the draft's window is {window} tokens; it must exceed the depth"
@@ -156,7 +154,7 @@ class DraftSelfAttention(_Attention):
 
 
 class DraftCrossAttention(_Attention):
-    def forward(self, x: Tensor, rope: Rope, attend: CrossAttend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: QueryAttend) -> Tensor:
         return self.output(attend(self.queries(x, rope)))
 
 
@@ -197,10 +195,8 @@ class GlideDecoderLayer(Draft):
         return {name: weight for name, weight in weights.items() if name not in DEAD_WEIGHTS}
 
     def keys_values(self, embeddings: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden].
-
-        They do not depend on other tokens, so prefill computes nothing else of the draft.
-        """
+        """Self-attention keys and values of tokens with `embeddings` [B, T, hidden]. They do not depend on other
+        tokens, so prefill computes nothing else of the draft."""
         return self.self_attn.keys_values(self.input_layernorm(embeddings), rope)
 
     def feature(self, target_hidden: Tensor) -> Tensor:
@@ -212,7 +208,7 @@ class GlideDecoderLayer(Draft):
         embeddings: Tensor,
         rope: Rope,
         self_attend: SelfAttend,
-        cross_attends: Sequence[CrossAttend],
+        cross_attends: Sequence[QueryAttend],
         feature: Tensor | None = None,
     ) -> Tensor:
         """embeddings [B, T, hidden] -> hidden states [B, T, hidden], ready for lm_head.

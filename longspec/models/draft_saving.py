@@ -1,7 +1,5 @@
 """Writing draft weights, as a `.pth` file and in Hugging Face form."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -23,10 +21,7 @@ from longspec.replacing import replacing
 
 
 def save_draft_file(
-    state: Mapping[str, Tensor],
-    file: str | Path,
-    options: Options = PUBLISHED,
-    target: TargetSample | None = None,
+    state: Mapping[str, Tensor], file: str | Path, options: Options = PUBLISHED, target: TargetSample | None = None
 ) -> None:
     """Write a `.pth` of plain weights without the prefix, with options and target in the state dict's metadata."""
     file = Path(file)

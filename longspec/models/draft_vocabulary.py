@@ -4,8 +4,6 @@ Files hold it in the form of EAGLE-3 and the speculators library: d2t, int64 [Vd
 token i + d2t[i]; and t2d, bool [V], which is true for the tokens in the list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -37,10 +35,8 @@ def vocabulary_maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def maps_problem(maps: Mapping[str, Tensor], vocab_size: int) -> str | None:
-    """The reason why a draft with `maps`, its entries of MAPS, does not fit a target; None if it does.
-
-    A draft without a list has neither entry.
-    """
+    """The reason why a draft with `maps`, its entries of MAPS, does not fit a target; None if it does. A draft without
+    a list has neither entry."""
     if not maps:
         return None
     if missing := [name for name in MAPS if name not in maps]:

@@ -14,8 +14,6 @@ step s - 1 at i - 1. It sees the keys of step 1 up to token i - s + 1, then thos
 is the lag s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

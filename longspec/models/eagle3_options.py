@@ -1,7 +1,5 @@
 """The options of EAGLE-3 drafts, and the `config.json` in which they are published."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -31,10 +31,8 @@ def family_class(config: PreTrainedConfig, target: str) -> type[GlideMixin]:
 
 
 def pair_class(target: str) -> type[GlideMixin]:
-    """The class named by the config key `model._target_`: the `from_pretrained` of a pair class.
-
-    The name comes from a file, so it is compared with known names and never imported. Raises UserError.
-    """
+    """The class named by the config key `model._target_`: the `from_pretrained` of a pair class. The name comes from a
+    file, so it is compared with known names and never imported. Raises UserError."""
     for family, name in FAMILIES.items():
         # Published configs name their own module; ours name `longspec` or `longspec.models`.
         modules = {"longspec", f"longspec.models.{family}", PUBLISHED_MODULES.get(family)}

@@ -4,8 +4,6 @@ Each layer computes queries, keys and values in one product, and gate and up in 
 backend's residual stream (`layers` in `kernels.triton`, `kernels.native` and `kernels.torch`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from longspec.kernels.shared.residual import HeadNorms, ResidualStream, RopeTable, TokenSlots
-from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer
+from longspec.kernels.shared.residual import HeadNorms, RopeTable, TokenSlots
+from longspec.kernels.torch.layers import ResidualStream
+from longspec.models.draft_layer import DraftCrossAttention, GlideDecoderLayer, QueryAttend
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import (
     VocabularyEmbedding,
@@ -23,13 +22,12 @@ from longspec.models.parallel import (
     sum_output,
     sum_over_ranks,
 )
-from longspec.models.target_attention import QueryAttend
 
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
 FEATURE = "feature_proj"
 """Name of the additional linear in a draft with a target feature."""
 ProjectionAttend = Callable[[Tensor, TokenSlots, HeadNorms | None], Tensor]
-"""`AttendToken.project` at a layer's scale."""
+"""The method `project` of an `Attend`, at a layer's scale."""
 
 
 def can_fuse(model: Any) -> bool:
@@ -103,10 +101,8 @@ def _merged_linears(layer: Any) -> list[list[nn.Linear]]:
 
 
 def _can_merge(linears: Sequence[nn.Linear]) -> bool:
-    """Whether all or none have biases, and each tensor either owns its memory or is followed by the next one.
-
-    A view of a trainer's flat buffer does neither, and must remain a view of that buffer.
-    """
+    """Whether all or none have biases, and each tensor either owns its memory or is followed by the next one. A view of
+    a trainer's flat buffer does neither, and must remain a view of that buffer."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return len(biases) in (0, len(linears)) and all(
         not parts or _adjacent(parts) or all(part.untyped_storage().nbytes() == part.nbytes for part in parts)

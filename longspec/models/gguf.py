@@ -1,11 +1,8 @@
 """Conversion of a GGUF file into a target folder: config, safetensors and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +22,6 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Supported values of `general.architecture`, each the name of a family. Mistral files say "llama"."""
 GGUF_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
 """Exceptions that `gguf` and numpy raise for truncated or malformed files."""
-OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies. GGUF files of Llama 3.1 contain them instead of the settings below."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -73,10 +56,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[architecture]]
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = _config(model_class, metadata, tensors)
-        stored = {_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FACTORS}
-        # GGUF lists the fastest dimension first.
-        shapes = {name: tuple(tensor.shape[::-1].tolist()) for name, tensor in stored.items()}
-        _check_complete(model_class, config, shapes)
+        stored = _stored(model_class, config, tensors)
         # Raises for a type that gguf cannot dequantize, before anything large is written.
         for tensor in stored.values():
             dequantize(tensor.data[:1], tensor.tensor_type)
@@ -90,8 +70,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
-    blocks = partial(_blocks, stored, config)
-    _write_weights(folder, shapes, config.dtype, blocks, f"converting {file.name}")  # type: ignore[arg-type]
+    _write_weights(folder, stored, config, f"converting {file.name}")
 
 
 def _check_whole(metadata: Mapping[str, Callable[..., Any]]) -> None:
@@ -183,66 +162,37 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
     return {"rope_type": "llama3", "factor": largest, **LLAMA3_SCALING}
 
 
-def _blocks(stored: dict[str, Any], config: PreTrainedConfig, name: str) -> Iterator[Tensor]:
-    """The dequantized rows of a weight, in blocks of about BLOCK values [rows, in]. stored: GGUF tensors by name."""
-    from gguf import dequantize
+def _stored(model_class: Any, config: PreTrainedConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's tensors by transformers' names. Raises UserError unless they are exactly the model's weights."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
 
-    tensor = stored[name]
-    data = tensor.data
-    # llama.cpp permutes queries and keys of the Llama architecture only. Rows are quantized independently.
-    if config.model_type == "llama" and ".q_proj." in name:
-        data = _pair_halves(data, config.num_attention_heads)
-    if config.model_type == "llama" and ".k_proj." in name:
-        data = _pair_halves(data, config.num_key_value_heads)
-    rows = max(1, BLOCK * len(data) // tensor.n_elements)
-    for start in range(0, len(data), rows):
-        # fp32; GGUF stores the same order of rows as PyTorch.
-        weight = dequantize(data[start : start + rows], tensor.tensor_type)
-        yield torch.from_numpy(weight.copy()).to(config.dtype)
-
-
-def _pair_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of each head: transformers rotates rows (i, i + D/2), Llama GGUF files pair (2i, 2i + 1)."""
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def _name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in OUTER_NAMES:
-        return f"{OUTER_NAMES[stem]}.{kind}"
-    _, layer, part = stem.split(".")
-    return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
-
-
-def _check_complete(model_class: Any, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise UserError unless `shapes` are those of exactly the model's weights."""
     # Names and shapes only; nothing is allocated.
     with torch.device("meta"):
         needed = {name: tuple(weight.shape) for name, weight in model_class(config).state_dict().items()}
     # A tied head is the embedding and has no tensor of its own in the file.
     if config.tie_word_embeddings:
         del needed["lm_head.weight"]
-    if differing := sorted(dict(needed.items() ^ shapes.items())):
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    own_names = {name: str(names.get_name(name, try_suffixes=(".weight", ".bias"))) for name in needed}
+    stored = {name: tensors[own] for name, own in own_names.items() if own in tensors}
+    shapes = {name: _shape(tensor) for name, tensor in stored.items()}
+    unknown = tensors.keys() - {*own_names.values(), ROPE_FACTORS}
+    if differing := sorted({*dict(needed.items() ^ shapes.items()), *unknown}):
         raise UserError(
             f"incomplete {config.model_type} model: {len(differing)} weights are missing, unknown or have the wrong "
             f"shape, such as {differing[0]}"
         )
+    return stored
 
 
-def _write_weights(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    blocks: Callable[[str], Iterable[Tensor]],
-    label: str,
-) -> None:
-    """Write weights in the files that transformers would write, a block at a time, with a progress bar.
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape[::-1].tolist())  # GGUF lists the fastest dimension first
 
-    shapes: the shape of each weight. blocks: function from a weight's name to its rows in order, in contiguous parts of
-    `dtype`.
-    label: text of the progress bar, which appears after a second.
-    """
-    weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+def _write_weights(folder: Path, stored: Mapping[str, Any], config: PreTrainedConfig, label: str) -> None:
+    """Write GGUF tensors in the files that transformers would write, a block at a time. label: of the progress bar."""
+    dtype: Any = config.dtype
+    weights = {name: torch.empty(_shape(tensor), dtype=dtype, device="meta") for name, tensor in stored.items()}
     pattern = "model{suffix}.safetensors"
     plan = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=MAX_SHARD)
     size = sum(weight.nbytes for weight in weights.values())
@@ -252,8 +202,8 @@ def _write_weights(
                 # Readers expect the weights without gaps; safetensors itself sorts them by name.
                 handle.write(_header({name: weights[name] for name in sorted(names)}))
                 for name in sorted(names):
-                    for block in blocks(name):
-                        bar.update(handle.write(block.view(torch.uint8).numpy().data))
+                    for block in _blocks(name, stored[name], config):
+                        bar.update(handle.write(block.to(dtype).view(torch.uint8).numpy().data))
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
@@ -271,3 +221,24 @@ def _header(weights: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(name: str, tensor: Any, config: PreTrainedConfig) -> Iterator[Tensor]:
+    """The dequantized rows of a weight, fp32 [rows, in], in blocks of about BLOCK values."""
+    from gguf import dequantize
+
+    data = tensor.data
+    # llama.cpp permutes queries and keys of the Llama architecture only. Rows are quantized independently.
+    if config.model_type == "llama" and ".q_proj." in name:
+        data = _pair_halves(data, config.num_attention_heads)
+    if config.model_type == "llama" and ".k_proj." in name:
+        data = _pair_halves(data, config.num_key_value_heads)
+    rows = max(1, BLOCK * len(data) // tensor.n_elements)
+    for start in range(0, len(data), rows):
+        # GGUF stores the same order of rows as PyTorch.
+        yield torch.from_numpy(dequantize(data[start : start + rows], tensor.tensor_type).copy())
+
+
+def _pair_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder the rows of each head: transformers rotates rows (i, i + D/2), Llama GGUF files pair (2i, 2i + 1)."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

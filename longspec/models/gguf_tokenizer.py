@@ -1,7 +1,5 @@
 """The tokenizer described by a GGUF file's metadata, in the files that transformers' AutoTokenizer loads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

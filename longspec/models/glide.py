@@ -1,7 +1,5 @@
 """A frozen target with its draft: how the pair is built, and its pass in training."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path
@@ -128,10 +126,8 @@ class GlideMixin(PretrainedPairMixin):
         objective: Objective | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The target's own forward; with `objective`, the draft's training forward (see `draft_forward`).
-
-        The named arguments are listed because transformers' `generate` inspects this signature.
-        """
+        """The target's own forward; with `objective`, the draft's training forward (see `draft_forward`). The named
+        arguments are listed because transformers' `generate` inspects this signature."""
         if objective is not None:
             return self.draft_forward(input_ids, position_ids=position_ids, objective=objective, **kwargs)
         return super().forward(

@@ -1,7 +1,5 @@
 """Targets that the project knows by name, and where their files are: in installed wheels or on the hub."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path

@@ -6,8 +6,6 @@ no backward. `share_target` sets the group of the ranks. In training each of the
 draft is split as well. Without a group every function here returns its input.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,9 +199,7 @@ def least_over_ranks(number: int, device: torch.device) -> int:
 
 def ranks_differ(values: Tensor) -> Tensor:
     """Whether the ranks that share a target hold different `values`, an integer tensor: bool [], the same on all.
-
-    Compares a weighted sum of the values. One all-reduce, which a CUDA graph can capture.
-    """
+    Compares a weighted sum of the values. One all-reduce, which a CUDA graph can capture."""
     flat = values.flatten().long()
     weights = (torch.arange(len(flat), device=flat.device) * 48271 + 11) ** 2 % CHECKSUM_MODULUS
     checksum = ((flat + 1) * weights).sum() % CHECKSUM_MODULUS

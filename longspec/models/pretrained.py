@@ -1,7 +1,5 @@
 """Loading and saving a pair, with the conventions of transformers' `from_pretrained` and `save_pretrained`."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Mapping, Sequence
@@ -29,18 +27,11 @@ from longspec.models.draft_layer import GLIDE, OPTION_KEYS, GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
-from longspec.models.target_files import (
-    WEIGHT_ERRORS,
-    check_no_adapter,
-    check_target,
-    check_target_path,
-    local_target,
-    read_config,
-    weight_problem,
-)
+from longspec.models.target_files import check_no_adapter, check_target, check_target_path, local_target, read_config
 from longspec.models.target_sample import TargetSample, take_sample
 from longspec.models.target_split import has_parts, rank_config, read_part, stored_weights
 from longspec.models.weight_checks import check_all_used, check_weights
+from longspec.models.weight_files import weight_errors
 
 LOADED_WITH = (
     "hf_device_map",
@@ -252,20 +243,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             # The weights are cast: transformers would keep whole files in memory, next to those of another dtype.
             options["state_dict"] = stored_weights(Path(folder))
         has_weights = options.get("state_dict") is not None
-        try:
-            target, info = self.target_class.from_pretrained(
-                None if has_weights else folder,
-                config=config,
-                output_loading_info=True,
-                trust_remote_code=False,
-                **options,
-            )
+        options |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
+        with weight_errors(f"{folder}: the target's weights do not load"):
+            target, info = self.target_class.from_pretrained(None if has_weights else folder, **options)
             if has_weights:
                 target.config.name_or_path = target.name_or_path = folder
                 if Path(folder, "generation_config.json").is_file():
                     target.generation_config = GenerationConfig.from_pretrained(folder)
-        except (*WEIGHT_ERRORS, ImportError) as error:
-            raise UserError(f"{folder}: the target's weights do not load ({weight_problem(error)})") from error
         # transformers initializes missing weights at random and only warns.
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(
@@ -284,10 +268,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         return target
 
     def load_draft_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Load trained draft weights.
-
-        Raises UserError that names missing, unexpected, wrongly shaped and non-finite weights.
-        """
+        """Load trained draft weights. Raises UserError that names missing, unexpected, wrongly shaped and non-finite
+        weights."""
         weights = fit_draft(state, self.draft_model, source)
         tokens = listed_tokens(weights["d2t"]) if "d2t" in weights else None
         self.draft_model.load(weights, tokens, self)

@@ -5,7 +5,7 @@ runs that callable on the rotated queries, keys and values. Without it the modul
 remains an ordinary transformers model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -25,9 +25,6 @@ ATTENTION_NAME = "longspec"
 
 ROTATION = "rotated"
 """Attribute of an attention module that rotates with another function than `rotated`, of the same signature."""
-
-QueryAttend = Callable[[Tensor], Tensor]
-"""q [B, H, T, D] -> [B, H, T, D], over keys and values that are already stored"""
 
 
 def _attention(
@@ -120,10 +117,8 @@ def last_keys_values(
     backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend, others: Sequence[int] = ()
 ) -> list[KeysValues]:
     """Keys and values of the last layer, then those of the layers `others`. The pass stops before the last attention.
-
     embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results are bitwise equal to
-    those that `run_backbone` writes to a cache.
-    """
+    those that `run_backbone` writes to a cache."""
     # The draft reads K and V of the last layer, which depend on the layers before it only.
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
     kept = ChosenKV(others)
@@ -146,10 +141,8 @@ def last_keys_values(
 
 
 def projected_heads(attention: Any, name: str, hidden: Tensor) -> Tensor:
-    """Heads [B, T, H, D] of the queries, keys or values (`name`: q, k, v) of hidden states [B, T, hidden].
-
-    Each head is normalized where the family does so. Modules are called, so that hooks on them run.
-    """
+    """Heads [B, T, H, D] of the queries, keys or values (`name`: q, k, v) of hidden states [B, T, hidden]. Each head is
+    normalized where the family does so. Modules are called, so that hooks on them run."""
     heads = getattr(attention, f"{name}_proj")(hidden).unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{name}_norm", None)
     return heads if norm is None else norm(heads)

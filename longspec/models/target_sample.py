@@ -1,7 +1,5 @@
 """A sample of a target's weights, saved with its draft: a draft of another target of the same shape is noticed."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
@@ -43,11 +41,8 @@ def sampled_weight(model: Any) -> Tensor:
 
 
 def take_sample(model: Any, name: str) -> TargetSample | None:
-    """The sample of a pair's target, at the path or hub id `name`; None if it is quantized.
-
-    The rows are of the first KV head, which rank 0 has if ranks share the target. Under ZeRO-3 the weight must be
-    gathered.
-    """
+    """The sample of a pair's target, at the path or hub id `name`; None if it is quantized. The rows are of the first
+    KV head, which rank 0 has if ranks share the target. Under ZeRO-3 the weight must be gathered."""
     weight = sampled_weight(model)
     if not weight.is_floating_point() or weight.ndim != 2 or weight.element_size() < 2:
         return None

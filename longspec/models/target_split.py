@@ -5,8 +5,6 @@ of the vocabulary's rows (the last rank may get fewer). All ranks get the norms.
 1909.08053): each column-parallel product is followed by a row-parallel one, whose results are summed over the ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -24,9 +22,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import WEIGHT_ERRORS, read_config, weight_problem
+from longspec.models.target_files import read_config
 from longspec.models.weight_checks import check_weights
-from longspec.models.weight_files import is_plain, weight_files
+from longspec.models.weight_files import is_plain, weight_errors, weight_files
 from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -76,23 +74,14 @@ def check_divisible(config: PreTrainedConfig, world: int, path: str | Path) -> N
         raise UserError(f"{path}: {config.vocab_size} tokens are too few for {world} ranks; give a smaller tp_size")
 
 
-def check_split(config: PreTrainedConfig, world: int, path: str | Path) -> None:
-    """Raise UserError unless the folder `path` holds this target's part for each of `world` ranks."""
-    check_divisible(config, world, path)
-    for folder in (rank_folder(rank, world) for rank in range(world)):
-        if not (Path(path) / folder / "config.json").is_file():
-            raise UserError(
-                f"tp_size: {path} holds no {folder}; make it with longspec split --target {path} --tp_size {world} "
-                "--output DIR, and give DIR"
-            )
-
-
 def check_shared(config: PreTrainedConfig, world: int, path: str | Path) -> None:
     """Raise UserError unless `world` ranks can share the target at `path`, whole or split for this number of ranks."""
-    if has_parts(path, world):
-        check_split(config, world, path)
-        return
     check_divisible(config, world, path)
+    if has_parts(path, world):
+        for folder in (rank_folder(rank, world) for rank in range(world)):
+            if not (Path(path) / folder / "config.json").is_file():
+                raise UserError(f"tp_size: {path} holds no {folder}; split the target again with longspec split")
+        return
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{path}: a quantized target, which cannot be split; use its unquantized weights")
     check_weights(path, config)
@@ -109,10 +98,8 @@ def is_added_once(name: str) -> bool:
 
 
 def part_of(name: str, shape: tuple[int, ...], rank: int, world: int) -> tuple[slice, ...]:
-    """The slices of the weight `name`, of a target or a draft, that a rank holds.
-
-    Raises UserError for a weight that no supported target has, such as a quantized one.
-    """
+    """The slices of the weight `name`, of a target or a draft, that a rank holds. Raises UserError for a weight that no
+    supported target has, such as a quantized one."""
     *_, module, kind = name.split(".")
     # [V, hidden]: rows are tokens.
     if module in VOCABULARY and kind == "weight":
@@ -136,10 +123,8 @@ def _share(size: int, rank: int, world: int) -> slice:
 
 def split_target(source: Path, output: Path, world: int) -> None:
     """Write the target in `source` to the folder `output`: a folder per rank, and the target's config and tokenizer.
-
-    Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it
-    is complete. Raises UserError for a target that cannot be split or read.
-    """
+    Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it is
+    complete. Raises UserError for a target that cannot be split or read."""
     config = read_config(source)
     check_divisible(config, world, source)
     files = weight_files(source)
@@ -174,27 +159,19 @@ def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, worl
 
 @contextmanager
 def _opened(file: Path) -> Iterator[dict[str, Any]]:
-    """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs.
-
-    Raises UserError.
-    """
-    try:
+    """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs. Raises
+    UserError."""
+    with weight_errors(f"{file}: cannot be read or split"):
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as weights:
                 yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
         else:
             yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (*WEIGHT_ERRORS, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{file}: cannot be read or split ({weight_problem(error)})") from error
 
 
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory.
-
-    Raises UserError (see `part_of`).
-    """
+    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory. Raises
+    UserError (see `part_of`)."""
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
         shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()

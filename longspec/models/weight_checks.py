@@ -3,8 +3,6 @@
 transformers casts float8 and integer matrices to the model's dtype and ignores weights that the model does not have.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,8 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from longspec.errors import UserError
-from longspec.models.target_files import WEIGHT_ERRORS, WEIGHT_FILES, check_start
-from longspec.models.weight_files import cached_folder, weight_files
+from longspec.models.weight_files import WEIGHT_ERRORS, cached_folder, check_start, weight_files
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes that need no scale."""
@@ -28,16 +25,16 @@ CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
-    """Raise UserError for a target without weights in its folder, or with weights that no quantizer interprets.
-
-    Reads the headers of the files. Of a hub id, only files that are already in the hub's cache are read.
-    """
+    """Raise UserError for a target without weights in its folder, or with weights that no quantizer interprets. Reads
+    the headers of the files. Of a hub id, only files that are already in the hub's cache are read."""
     method = _quant_method(config, target)
     folder = Path(target) if Path(target).is_dir() else cached_folder(str(target), revision)
     if folder is None:
         return
-    _check_present(folder, target)
-    kinds = _stored_kinds(weight_files(folder))
+    files = weight_files(folder)
+    for file in files:
+        check_start(file)
+    kinds = _stored_kinds(files)
     # The modules whose weight has a scale, such as x of x.weight_scale_inv.
     scaled = {name.partition(mark)[0] for name in kinds for mark in SCALE_MARKS if mark in name}
     raw = [
@@ -55,10 +52,8 @@ def check_weights(target: str | Path, config: PreTrainedConfig, revision: str | 
 
 
 def check_all_used(unexpected: Iterable[str], target: str | Path, config: PreTrainedConfig) -> None:
-    """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have.
-
-    Biases of zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed.
-    """
+    """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have. Biases of
+    zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed."""
     unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and ".rotary_emb." not in name)
     if Path(target).is_dir() and all(name.endswith(".bias") for name in unused):
         # Some GPTQ files hold a bias of zeros for every matrix.
@@ -88,24 +83,9 @@ def _quant_method(config: PreTrainedConfig, target: str | Path) -> str | None:
     return str(method)
 
 
-def _check_present(folder: Path, target: str | Path) -> None:
-    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
-    for file in files:
-        check_start(file)
-    if files:
-        return
-    # The parts are subfolders, so the folder itself has no weights.
-    for part in folder.glob("mp_0-of-*"):
-        world = part.name.rpartition("-")[2]
-        raise UserError(f"{target}: a target split for {world} ranks; it needs tp_size {world}")
-    raise UserError(f"{target}: no model checkpoint (no {' or '.join(WEIGHT_FILES)} in this folder)")
-
-
 def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:
-    """The dtype of each weight, one of FLOATING for a dtype that needs no scale.
-
-    A file that cannot be read is left out; loading it reports the reason.
-    """
+    """The dtype of each weight, one of FLOATING for a dtype that needs no scale. A file that cannot be read is left
+    out; loading it reports the reason."""
     kinds: dict[str, str] = {}
     for file in files:
         try:

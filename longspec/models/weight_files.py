@@ -1,25 +1,33 @@
 """Reads weight files from untrusted sources without running code in them, and matrices that are stored in 8 bits."""
 
-from __future__ import annotations
-
 import json
+import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeGuard
+from zipfile import BadZipFile
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_vocabulary import MAPS
-from longspec.models.target_files import HUB_ERRORS, WEIGHT_ERRORS, check_start, weight_problem
+from longspec.models.target_files import HUB_ERRORS
 from longspec.untrusted import check_regular
 
+WEIGHT_ERRORS = (
+    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    *(ImportError, EOFError, MemoryError, BadZipFile, struct.error, SafetensorError, UnpicklingError),
+)
+"""Exceptions of torch and safetensors for weight files that are truncated, contain code or are not weights."""
+LFS_POINTER = b"version https://git-lfs"
 SCALE = "_scale"
 """Suffix of the name of a matrix's scales."""
 LARGEST = 127
@@ -40,6 +48,10 @@ def weight_files(source: Path) -> list[Path]:
             if absent := [name for name in names if not (source / name).is_file()]:
                 raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
             return [source / name for name in names]
+    # The parts of a split target are subfolders, so the folder itself has no weights.
+    for part in source.glob("mp_0-of-*"):
+        world = part.name.rpartition("-")[2]
+        raise UserError(f"{source}: a target split for {world} ranks; it needs tp_size {world}")
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
 
 
@@ -53,18 +65,37 @@ def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
     return folder
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file or a pickle, on the CPU, mapped from the file. Raises UserError.
+def check_start(file: Path) -> None:
+    """Raise UserError for a file that is not regular, or a Git LFS pointer."""
+    check_regular(file)
+    with file.open("rb") as handle:
+        if handle.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{file}: a Git LFS pointer, not the weights; fetch them with git lfs pull")
 
-    A pickle's result keeps the `_metadata` of the state dict that was saved.
-    """
+
+@contextmanager
+def weight_errors(problem: str) -> Iterator[None]:
+    """Turn WEIGHT_ERRORS into a UserError with a short reason, without torch's advice to allow code in the file."""
     try:
+        yield
+    except UserError:
+        raise
+    except WEIGHT_ERRORS as error:
+        reason = first_line(error)
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):
+            reason = (
+                "its pickle is damaged, or holds something other than tensors, such as a whole module, which is not "
+                "loaded because it can run code; its author can convert it with torch.save(module.state_dict(), FILE)"
+            )
+        raise UserError(f"{problem} ({reason})") from error
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors in a safetensors file or a pickle, on the CPU, mapped from the file. Raises UserError. A pickle's
+    result keeps the `_metadata` of the state dict that was saved."""
+    with weight_errors(f"{file}: not a readable file of plain weights"):
         check_start(file)
         state = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
-    except WEIGHT_ERRORS as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{file}: not a readable file of plain weights ({weight_problem(error)})") from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and _is_readable(name, w) for name, w in state.items()
     ):
@@ -115,11 +146,8 @@ def read_metadata(file: Path) -> dict[str, Any]:
         metadata = metadata.get("") if isinstance(metadata, dict) else None
     else:
         check_regular(file)
-        try:
-            with safe_open(file, "pt") as weights:
-                metadata = weights.metadata()
-        except WEIGHT_ERRORS as error:
-            raise UserError(f"{file}: not a readable file of plain weights ({first_line(error)})") from error
+        with weight_errors(f"{file}: not a readable file of plain weights"), safe_open(file, "pt") as weights:
+            metadata = weights.metadata()
     return metadata if isinstance(metadata, dict) else {}
 
 

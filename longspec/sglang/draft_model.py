@@ -16,9 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.device import upload
-from longspec.kernels.shared.residual import ResidualStream
-from longspec.kernels.torch.attention import SdpaAttention
-from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.torch.attention import DecodingAttention
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.models.draft_layer import GlideDecoderLayer, head_dim
 from longspec.models.draft_vocabulary import extra_columns, prompt_tokens
 from longspec.models.fused import FusedDraftLayer, rope_table
@@ -42,7 +41,7 @@ class DraftModel:
         rows of SGLang's request pool."""
         self.config = config
         table, head = weights
-        self.backend: Backend = TorchBackend(SdpaAttention())  # the CPU's own functions take no paged keys
+        self.backend = Backend(DecodingAttention())  # the CPU's own functions take no paged keys
         if table.is_cuda:  # CUDA graphs can capture Triton's attention
             self.backend = choose_backend("triton", table.device, table.dtype, head_dim(config))
         self.embed: Callable[[Tensor], Tensor] = partial(self.backend.embed, table)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
+from longspec.kernels.backend import Backend
 from longspec.kernels.choice import backend_of
-from longspec.kernels.torch.backend import TorchBackend
 from longspec.models.parallel import (
     log_sum_exp_over_ranks,
     max_over_ranks,
@@ -149,7 +149,7 @@ def _own_terms(
     """A registered loss per token [N], its `terms_and_gradient`, and the gradient by autograd."""
     norm, teacher_norm = _norm(logits), None if teacher_logits is None else _norm(teacher_logits)
     overwritten = logits.to(norm.dtype, copy=True)
-    terms = TorchBackend.terms_and_gradient(overwritten, teacher_logits, labels, share, norm, teacher_norm)
+    terms = Backend.terms_and_gradient(overwritten, teacher_logits, labels, share, norm, teacher_norm)
     shown = teacher_logits.to(terms.dtype) if own.reads_target and teacher_logits is not None else None
     labels = labels.masked_fill((labels < 0) | (labels >= logits.shape[1]), IGNORED)
     with torch.enable_grad():
@@ -173,7 +173,7 @@ def _acceptance_terms(logits: Tensor, teacher_logits: Tensor, labels: Tensor) ->
     q = (logits.to(norm.dtype) - norm[:, None]).exp_()
     difference = logits.to(norm.dtype, copy=True)
     # The gradient of KL is q - p.
-    terms = TorchBackend.terms_and_gradient(difference, teacher_logits, labels, 1.0, norm, _norm(teacher_logits))
+    terms = Backend.terms_and_gradient(difference, teacher_logits, labels, 1.0, norm, _norm(teacher_logits))
     is_below = difference < 0
     part = (q - difference.clamp_(min=0)).sum(1)
     accepted = sum_over_ranks(part.clone()).clamp_(min=LEAST_ACCEPTANCE)

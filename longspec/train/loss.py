@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
-from longspec.kernels.backend import OUTSIDE
 from longspec.kernels.shared.device import upload
+from longspec.kernels.torch.vocabulary import OUTSIDE
 from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_size
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
 from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, ranked_first, zero_sums

@@ -23,10 +23,9 @@ from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_PREFIX
 from longspec.models.draft_vocabulary import MAPS
-from longspec.models.target_files import WEIGHT_ERRORS, weight_problem
+from longspec.models.weight_files import weight_errors
 from longspec.train.distributed import data_parallel_rank_and_size
 
 MASTERS = "master weights"
@@ -140,11 +139,9 @@ class Shards:
 
 def load_plain(file: Path) -> dict[str, Any]:
     """The content of a DeepSpeed file, with tensors memory-mapped. Raises UserError if it could run code."""
-    try:
-        with torch.serialization.safe_globals(SAVED_CLASSES):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except WEIGHT_ERRORS as error:
-        raise UserError(f"{file}: not a file of plain state as DeepSpeed saves it ({weight_problem(error)})") from error
+    problem = f"{file}: not a file of plain state as DeepSpeed saves it"
+    with weight_errors(problem), torch.serialization.safe_globals(SAVED_CLASSES):
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _rank(file: Path) -> int:

@@ -360,7 +360,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
     assert "no model checkpoint" in refused(empty)
     assert "no model checkpoint" in refused(tmp_path / "nowhere")
     (empty / "config.json").write_bytes((target / "config.json").read_bytes())
-    assert "no model checkpoint (no *.safetensors" in refused(empty)
+    assert "no model checkpoint (no model.safetensors" in refused(empty)
     config = json.loads((target / "config.json").read_text())
     (empty / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     assert "the supported families are llama, qwen2" in refused(empty)

@@ -23,8 +23,8 @@ from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import GREEDY
 from longspec.kernels import DETERMINISTIC
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import Gpu
-from longspec.kernels.torch.backend import TorchBackend
 from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 from longspec.models.glide import GlideMixin
 
@@ -39,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 NEW_TOKENS = 48
 
 
-class Interpreted(TorchBackend):
+class Interpreted(Backend):
     """The products and layers of the deterministic backend; torch for all else, because the interpreter is slow."""
 
     embed = staticmethod(DeterministicBackend.embed)

@@ -21,7 +21,6 @@ from longspec.inference.sampling import GREEDY
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeBackend
 from longspec.kernels.shared.device import describe_gpu
-from longspec.kernels.torch.backend import TorchBackend
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.fused import can_fuse
@@ -35,18 +34,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "extended": {"options": OPTIONS["both"]},
     "listed": {},
 }
-CASES = [
-    ("llama", "mqa"),
-    ("llama", "listed"),
-    ("qwen2", "extended"),
-    ("qwen3", "gqa"),
-]
+CASES = [("llama", "mqa"), ("llama", "listed"), ("qwen2", "extended"), ("qwen3", "gqa")]
 
 
 BACKENDS: dict[str, type[Backend]] = {
     "triton": TritonBackend if torch.cuda.is_available() else InterpretedBackend,
     "native": NativeBackend,
-    "torch": TorchBackend,
+    "torch": Backend,
 }
 
 
@@ -157,7 +151,7 @@ def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> Non
 def test_large_hidden_states_are_normalized(dtype: torch.dtype) -> None:
     """The sum of their squares does not fit into float16."""
     hidden, weight = torch.full((1, 3, 576), 20.0, dtype=dtype), torch.ones(576, dtype=dtype)
-    stream = TorchBackend.stream(hidden, 1e-5)
+    stream = Backend.stream(hidden, 1e-5)
     torch.testing.assert_close(stream.normed(weight), torch.ones_like(hidden))
 
 

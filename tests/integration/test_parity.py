@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, OPTIONS, Handed, make_pair
-from parity import compare_trees, prefilled, training_logits
+from pairs import FAMILIES, OPTIONS, make_pair
+from parity import compare_trees, prefilled, training_logits, training_pass
 from torch import Tensor
 
 from longspec.inference.drafting.chain import ChainDrafter
@@ -45,6 +45,19 @@ ROPES = {
 MHA = {"num_key_value_heads": 4, "head_dim": 16}
 
 
+def compare_chains(model: GlideMixin, tokens: Tensor, roots: list[int], depth: int, is_base: bool = False) -> None:
+    """Node d - 1 of a row's chain proposes level d as training does at lag d, or in the base variant."""
+    draft = GlideDraft(Runner(model), len(roots), nodes=depth)
+    prompts = [row[:n] for row, n in zip(tokens, roots, strict=True)]
+    engine = prefilled(model, prompts, ChainDrafter(draft, depth, GREEDY))
+    for step in range(depth):
+        node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
+        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
+        for b, n in enumerate(roots):
+            expected = training_logits(model, tokens[b, : n + step + 1], None if is_base else step + 1)[-1]
+            torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: str) -> None:
     """The table at a token's position is the target's own, its scaling included."""
@@ -74,23 +87,11 @@ def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: 
 def test_chain_logits_equal_training_logits_at_the_same_lag(
     tmp_path: Path, family: str, overrides: dict, window: int, device: str
 ) -> None:
-    """Roots from 1 to past the window, ragged in one batch; node d - 1 of the chain proposes level d at lag d."""
+    """Roots from 1 to past the window, ragged in one batch."""
     model = parity_pair(tmp_path, family, **overrides).to(device)
     model.draft_model.window = window
     roots = [1, 2, 5, window - 1, window, window + 1, window + 18]
-    tokens = random_tokens(len(roots), window + 28).to(device)
-    draft = GlideDraft(Runner(model), len(roots), nodes=DEPTH)
-    engine = prefilled(
-        model,
-        [row[:n] for row, n in zip(tokens, roots, strict=True)],
-        ChainDrafter(draft, DEPTH, GREEDY),
-    )
-    for step in range(DEPTH):
-        node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
-        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
-        for b, n in enumerate(roots):
-            expected = training_logits(model, tokens[b, : n + step + 1], lag=step + 1)[-1]
-            torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
+    compare_chains(model, random_tokens(len(roots), window + 28).to(device), roots, DEPTH)
 
 
 @pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
@@ -112,16 +113,7 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
     model = parity_pair(tmp_path, family, options=replace(options, window=16)).to(device)
     is_base = variant == "base"
     roots, depth = ([4, 12, 16, 20], 4) if is_base else ([1, 2, 15, 16, 17, 27], DEPTH)
-    tokens = random_tokens(len(roots), 32).to(device)
-    draft = GlideDraft(Runner(model), len(roots), nodes=depth)
-    prompts = [row[:n] for row, n in zip(tokens, roots, strict=True)]
-    engine = prefilled(model, prompts, ChainDrafter(draft, depth, GREEDY))
-    for step in range(depth):
-        node = torch.stack([row[n + step] for row, n in zip(tokens, roots, strict=True)])
-        logits = draft.next_logits(node, step, engine.cache, draft.feature(engine.cache))
-        for b, n in enumerate(roots):
-            expected = training_logits(model, tokens[b, : n + step + 1], None if is_base else step + 1)[-1]
-            torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
+    compare_chains(model, random_tokens(len(roots), 32).to(device), roots, depth, is_base)
 
 
 @pytest.mark.parametrize(
@@ -216,27 +208,16 @@ def test_a_query_without_visible_keys_has_no_feature(tmp_path: Path, lag: int | 
 def test_packed_segments_do_not_see_each_other(tmp_path: Path, options: DraftOptions) -> None:
     """Segments that share a row give the logits of the same segments alone, jumps in position (anchors) included."""
     model = parity_pair(tmp_path, "qwen2", options=options)
-    both_hidden = Handed(lambda draft, target, labels, lm_head: torch.cat([draft, target], -1)[0], reads_target=True)
     first, second = random_tokens(9), random_tokens(23)
     anchored = torch.cat([torch.arange(4), 1000 + torch.arange(4, 23)])
-    packed = model(
-        torch.cat([first, second])[None],
-        labels=torch.zeros(1, 32, dtype=torch.long),
-        position_ids=torch.cat([torch.arange(9), anchored])[None],
-        cu_seqlens=torch.tensor([0, 9, 32], dtype=torch.int32),
-        lags=torch.tensor([2, 3]),
-        objective=both_hidden,
-    )
-    for tokens, positions, lag, rows in ((first, torch.arange(9), 2, slice(0, 9)), (second, anchored, 3, slice(9, 32))):
-        alone = model(
-            tokens[None],
-            labels=tokens[None],
-            position_ids=positions[None],
-            cu_seqlens=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            lags=torch.tensor([lag]),
-            objective=both_hidden,
-        )
-        torch.testing.assert_close(packed[rows], alone, **TOLERANCE)
+
+    def hidden(segments: list[Tensor], positions: list[Tensor], lags: list[int]) -> Tensor:
+        both: Any = lambda draft, target, *_: torch.cat([draft, target], -1)[0]  # noqa: E731
+        return training_pass(model, segments, torch.tensor(lags), both, positions, reads_target=True)
+
+    packed = hidden([first, second], [torch.arange(9), anchored], [2, 3])
+    torch.testing.assert_close(packed[:9], hidden([first], [torch.arange(9)], [2]), **TOLERANCE)
+    torch.testing.assert_close(packed[9:], hidden([second], [anchored], [3]), **TOLERANCE)
 
 
 @torch.no_grad()
@@ -246,13 +227,13 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
     positions = torch.cat([torch.arange(4), 2000 + torch.arange(4, 20)])[None]
 
     def last_state(tokens: Tensor) -> Tensor:
-        return model(
-            tokens[None],
-            labels=tokens[None],
-            position_ids=positions,
-            cu_seqlens=torch.tensor([0, 20], dtype=torch.int32),
-            lags=torch.tensor([1]),
-            objective=Handed(lambda hidden, target_hidden, labels, lm_head: target_hidden[0, -1], reads_target=True),
+        return training_pass(
+            model,
+            [tokens],
+            torch.tensor([1]),
+            lambda draft, target, *_: target[0, -1],
+            [positions[0]],
+            reads_target=True,
         )
 
     tokens = random_tokens(20)

@@ -8,7 +8,7 @@ from pairs import make_pair, ragged_prompts, target_greedy
 
 from longspec import generate
 from longspec.inference.methods import METHODS
-from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.attention import DecodingAttention
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -21,9 +21,9 @@ def test_rounds_read_no_prefix_of_finished_rows(tmp_path: Path, monkeypatch: pyt
     read: list[list[int]] = []
 
     def recorded(name: str) -> Any:
-        attend = getattr(SdpaAttention, name)
+        attend = getattr(DecodingAttention, name)
 
-        def wrapper(self: SdpaAttention, *arguments: Any) -> Any:
+        def wrapper(self: DecodingAttention, *arguments: Any) -> Any:
             lengths = arguments[0] if name == "hybrid" else arguments[3]
             read.append(lengths.tolist())
             return attend(self, *arguments)
@@ -31,7 +31,7 @@ def test_rounds_read_no_prefix_of_finished_rows(tmp_path: Path, monkeypatch: pyt
         return wrapper
 
     for name in ("hybrid", "prefix"):
-        monkeypatch.setattr(SdpaAttention, name, recorded(name))
+        monkeypatch.setattr(DecodingAttention, name, recorded(name))
     out = generate(
         model, ids, mask, method=method, max_new_tokens=24, eos_token_id=list(eos), tree_shape=(3, 4), gamma=3
     )

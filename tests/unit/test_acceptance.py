@@ -21,8 +21,8 @@ from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.options import filter_values
 from longspec.inference.sampling import Sampler
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
-from longspec.kernels.torch.backend import TorchBackend
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
@@ -147,7 +147,7 @@ def selected_trees(
     law: dict[tuple[Any, ...], tuple[float, Proposal]] = {}
     for groups, weight in arrivals(q, shape).items():
         tree, whole = arrived_tree(groups, shape, q)
-        selected = TorchBackend.select_nodes(tree, whole.levels, nodes, True, branches)
+        selected = Backend.select_nodes(tree, whole.levels, nodes, True, branches)
         proposal = Proposal(*selected[:4], depth, whole.sampled_from, selected.wide, selected.in_branch)
         key = (*token_paths(proposal), *selected.parents[0].tolist(), *selected.in_branch[0].tolist())
         law[key] = (law[key][0] + weight if key in law else weight, proposal)
@@ -193,9 +193,9 @@ def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, branches:
     above, levels = slice(0, 1), torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape]))
     for width in shape:
         paths = token_paths(Proposal(*tree[:2], levels, tree.visible, len(shape)))[above]
-        TorchBackend.grow_level(tree, above, width, torch.stack([q(path) for path in paths]).log()[None], None)
+        Backend.grow_level(tree, above, width, torch.stack([q(path) for path in paths]).log()[None], None)
         above = slice(above.stop, above.stop + width)
-    selected = TorchBackend.select_nodes(tree, levels, nodes, False, branches)
+    selected = Backend.select_nodes(tree, levels, nodes, False, branches)
     depth = max(len(shape), 0 if branches is None else branches.tokens.shape[2])
     proposal = Proposal(*selected[:4], depth)
     check_exact(p, depth, [(1.0, lambda sampler: emitted(proposal, p, sampler))])
@@ -253,7 +253,7 @@ def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeyp
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
     monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
     sampler = row_sampler(1.0, count).drafting()
-    runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
+    runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject")  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
     law = sampled_trees(q, shape)
@@ -273,7 +273,7 @@ def test_selected_trees_follow_the_law_that_was_integrated(monkeypatch: pytest.M
     q, count, shape, nodes = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000, (2, 3), 4
     monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
     sampler = row_sampler(1.0, count).drafting()
-    runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
+    runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject", nodes=nodes)  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
     law = list(selected_trees(q, shape, nodes))
@@ -337,7 +337,7 @@ def test_the_race_keeps_improbable_paths_apart() -> None:
     tree.scores[:, 0] = -138.0
     q = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(count, 1, -1)
     noise = row_sampler(1.0, count).exponentials(q)
-    TorchBackend.grow_level(tree, slice(0, 1), 4, q.log(), None, Draws(noise, torch.empty(count, 1, 4)))
+    Backend.grow_level(tree, slice(0, 1), 4, q.log(), None, Draws(noise, torch.empty(count, 1, 4)))
     assert tree.arrivals[:, 4].isinf().all() and tree.arrivals[:, :4].isfinite().all()
     assert (tree.parents[0] == torch.tensor([-1, 0, 0, 0, -1])).all()
     share = torch.nn.functional.one_hot(tree.tokens[:, 1], 4).double().mean(0)

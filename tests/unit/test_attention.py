@@ -7,14 +7,13 @@ import attention_reference
 import pytest
 import torch
 from attention_reference import attention_with_lse
-from kernel_devices import DEVICES, INTERPRETED
+from kernel_devices import DEVICES, INTERPRETED, TOLERANCE
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.native.backend import NativeAttention
-from longspec.kernels.shared.attention import DecodingAttention
 from longspec.kernels.shared.device import Gpu
-from longspec.kernels.torch.attention import SdpaAttention, masked_sdpa
+from longspec.kernels.torch.attention import DecodingAttention
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
 BACKENDS = [
@@ -25,7 +24,6 @@ BACKENDS = [
     pytest.param("triton cuda", marks=pytest.mark.gpu),
     pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
 ]
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = [(2, 1, 1, 64), (1, 4, 37, 64), (2, 5, 5, 128), (1, 8, 20, 80)]
 
 
@@ -34,7 +32,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """A backend and its device. Short prefixes are split too, and FlashAttention-3 takes caches of any size."""
     backend, device = request.param.split()
     if backend == "sdpa":
-        return SdpaAttention(), device
+        return DecodingAttention(), device
     if backend == "native":
         return NativeAttention(), device
     from longspec.kernels.triton import attention as triton_attention
@@ -87,23 +85,30 @@ def some_mask(batch: int, nodes: int, keys: int) -> Tensor:
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(
-    ("shape", "dtype", "lengths"),
+    ("shape", "queries", "dtype", "lengths"),
     [
-        *((shape, dtype, [0, 130, 7]) for shape, dtype in zip(cycle(SHAPES), 4 * [*TOLERANCE], strict=False)),
-        (SHAPES[1], torch.float32, [150]),
-        (SHAPES[1], torch.float32, [90, 90]),
+        *((shape, 37, dtype, [0, 130, 7]) for shape, dtype in zip(cycle(SHAPES), 4 * [*TOLERANCE], strict=False)),
+        (SHAPES[1], 37, torch.float32, [150]),
+        (SHAPES[1], 37, torch.float32, [90, 90]),
+        *(((2, 3, 9, 32), 4, torch.float32, lengths) for lengths in ([150], [90, 90], [0, 130, 7])),
     ],
 )
 def test_hybrid_equals_dense_attention(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, lengths: list[int], attend: tuple[DecodingAttention, str]
+    shape: tuple[int, int, int, int],
+    queries: int,
+    dtype: torch.dtype,
+    lengths: list[int],
+    attend: tuple[DecodingAttention, str],
 ) -> None:
+    """For all nodes of a tree, and for the last ones."""
     (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
     if not takes(backend, device, dtype):
         pytest.skip("not for this dtype")
     q, k, v, n = make_cache(lengths, kv_heads, group, nodes, head_dim, nodes)
     tree_mask = some_mask(len(lengths), nodes, nodes)
     tree_mask[:, 0] = False
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    tree_mask = tree_mask[:, -queries:]
+    q, k, v = q[:, :, -queries:].to(dtype), k.to(dtype), v.to(dtype)
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
     attend = backend.hybrid(n.to(device), tree_mask.to(device))
     got = attend(q.to(device), k.to(device), v.to(device), 0.15)
@@ -111,22 +116,6 @@ def test_hybrid_equals_dense_attention(
     if device == "cuda" and backend.capturable:
         assert got.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("lengths", [[150], [90, 90], [0, 130, 7]])
-def test_queries_may_be_fewer_than_the_nodes_that_they_see(
-    lengths: list[int], attend: tuple[DecodingAttention, str]
-) -> None:
-    """The last nodes of a tree as queries."""
-    backend, device = attend
-    if not takes(backend, device, torch.float32):
-        pytest.skip("not for this dtype")
-    q, k, v, n = make_cache(lengths, 2, 3, 4, 32, 9)
-    tree_mask = some_mask(len(lengths), 4, 9)
-    expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
-    got = backend.hybrid(n.to(device), tree_mask.to(device))(q.to(device), k.to(device), v.to(device), 0.15)
-    torch.testing.assert_close(got.cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
@@ -173,13 +162,24 @@ def test_window_sees_tokens_by_position_and_nodes_by_the_mask(
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize(("nodes", "slots"), [(1, 1), (37, 37), (40, 100), (5, 100)])
-def test_prefill_chunk_is_causal_up_to_its_end(nodes: int, slots: int, attend: tuple[DecodingAttention, str]) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "nodes", "slots", "head_dim"),
+    [
+        *[(2, 4, 1, 1, 64), (2, 4, 37, 37, 64), (2, 4, 40, 100, 64), (2, 4, 5, 100, 64)],
+        pytest.param(2, 4, 1, 700, 128, marks=pytest.mark.gpu),
+        pytest.param(2, 4, 69, 700, 128, marks=pytest.mark.gpu),
+        pytest.param(3, 3, 512, 512, 64, marks=pytest.mark.gpu),
+        pytest.param(1, 5, 300, 4000, 256, marks=pytest.mark.gpu),
+    ],
+)
+def test_prefill_chunk_is_causal_up_to_its_end(
+    kv_heads: int, group: int, nodes: int, slots: int, head_dim: int, attend: tuple[DecodingAttention, str]
+) -> None:
     backend, device = attend
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 8, nodes, 64, generator=generator).to(dtype)
-    k, v = torch.randn(2, 2, 2, slots, 64, generator=generator).to(dtype)
+    q = torch.randn(2, kv_heads * group, nodes, head_dim, generator=generator).to(dtype)
+    k, v = torch.randn(2, 2, kv_heads, slots, head_dim, generator=generator).to(dtype)
     visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
     got = backend.prefill(q.to(device), k.to(device), v.to(device), 0.1)
     expected = dense(q, k, v, visible, 0.1)
@@ -225,7 +225,7 @@ def test_masked_sdpa_gives_zero_and_a_clean_gradient_where_nothing_is_visible(no
     mask = torch.rand(2, nodes, 50, generator=generator) < 0.5
     mask[0, 1] = False
     leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-    got = masked_sdpa(*leaves, mask.to(device), 0.1)
+    got = DecodingAttention().masked(*leaves, mask.to(device), 0.1)
     torch.testing.assert_close(got.detach().cpu().double(), dense(q, k, v, mask, 0.1), atol=1e-5, rtol=1e-5)
     assert got[0, :, 1].eq(0).all()
     got.square().sum().backward()
@@ -294,21 +294,3 @@ def test_a_captured_call_follows_lengths_masks_and_keys(
             x.normal_(generator=generator)
         graph.replay()
         torch.testing.assert_close(captured, run(), rtol=0, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("nodes", "slots"), [(1, 700), (69, 700), (512, 512), (300, 4000)])
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 4, 128), (3, 3, 64), (1, 5, 256)])
-def test_the_fa3_package_equals_dense_attention_in_prefill(
-    kv_heads: int, group: int, head_dim: int, nodes: int, slots: int
-) -> None:
-    pytest.importorskip("fa3_fwd_interface")
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    generator = torch.Generator().manual_seed(nodes)
-    q = torch.randn(2, kv_heads * group, nodes, head_dim, generator=generator).bfloat16()
-    k, v = torch.randn(2, 2, kv_heads, slots, head_dim, generator=generator).bfloat16()
-    visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
-    flash = choose_backend("flash", torch.device("cuda"), q.dtype, head_dim).attention
-    got = flash.prefill(q.cuda(), k.cuda(), v.cuda(), 0.15)
-    torch.testing.assert_close(got.cpu().double(), dense(q, k, v, visible, 0.15), atol=3e-2, rtol=3e-2)

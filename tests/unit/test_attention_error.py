@@ -9,44 +9,26 @@ from kernel_devices import INTERPRETED
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
-from longspec.kernels.torch.attention import SdpaAttention
+from longspec.kernels.torch.attention import DecodingAttention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-LOGITS = [
-    "plain",
-    "equal",
-    "huge of either sign",
-    "dominant first slot",
-    "dominant last slot",
-    "dominant root",
-    "prefix far below tree",
-    "tree far below prefix",
-]
 HUGE = 1e4
+LOGITS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "plain": lambda prefix, tree: None,
+    "equal": lambda prefix, tree: None,
+    "huge of either sign": lambda prefix, tree: (prefix[::3].fill_(HUGE), prefix[1::3].fill_(-HUGE), tree.fill_(HUGE)),
+    "dominant first slot": lambda prefix, tree: prefix[:1].fill_(HUGE),
+    "dominant last slot": lambda prefix, tree: prefix[-1:].fill_(HUGE),
+    "dominant root": lambda prefix, tree: tree[0].fill_(HUGE),
+    "prefix far below tree": lambda prefix, tree: prefix.fill_(-HUGE),
+    "tree far below prefix": lambda prefix, tree: tree.fill_(-HUGE),
+}
+"""Changes of the offsets, 0 elsewhere, that are added to the scores of the slots of prefix and tree."""
 U32 = 2.0**-24
 """Unit roundoff of fp32, in which all backends accumulate."""
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
-
-
-def offsets(logits: str, length: int, nodes: int, generator: torch.Generator) -> Tensor:
-    """Offsets that the case `logits` adds to the scores of the used slots, prefix first."""
-    prefix, tree = torch.zeros(length + nodes).split([length, nodes])
-    match logits:
-        case "huge of either sign":
-            return HUGE * (2.0 * torch.randint(2, (length + nodes,), generator=generator) - 1)
-        case "dominant first slot":
-            prefix[:1] = HUGE
-        case "dominant last slot":
-            prefix[-1:] = HUGE
-        case "dominant root":
-            tree[0] = HUGE
-        case "prefix far below tree":
-            prefix -= HUGE
-        case "tree far below prefix":
-            tree -= HUGE
-    return torch.cat([prefix, tree])
 
 
 def make_case(
@@ -63,7 +45,9 @@ def make_case(
         q.zero_()
     for row, length in enumerate(lengths):
         used = length + nodes
-        k[row, :, :used, 0] = offsets(logits, length, nodes, generator).to(device) / (HUGE * scale) ** 0.5
+        offsets = torch.zeros(used)
+        LOGITS[logits](*offsets.split([length, nodes]))
+        k[row, :, :used, 0] = offsets.to(device) / (HUGE * scale) ** 0.5
         k[row, :, used:] = v[row, :, used:] = torch.nan
     tree_mask = torch.rand(batch, nodes, nodes, generator=generator) < 0.3
     tree_mask = tree_mask.tril() | torch.eye(nodes, dtype=torch.bool)
@@ -113,7 +97,7 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("logits", LOGITS)
 def test_torch_attention_is_as_exact_as_its_dtype(logits: str, dtype: torch.dtype) -> None:
     for lengths in ([0, 1, 64, 500], [2048]):
-        check(SdpaAttention().hybrid, make_case(logits, lengths, 1, 4, 69, 64, "cpu"), dtype)
+        check(DecodingAttention().hybrid, make_case(logits, lengths, 1, 4, 69, 64, "cpu"), dtype)
 
 
 @INTERPRETED

@@ -31,21 +31,16 @@ PUBLISHED_NAMES = (
 )
 
 
-def published_state(hidden: int = 32, inner: int = 48, heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
+def published_state() -> dict[str, torch.Tensor]:
     """Random weights under exactly the parameter names of the published drafts, dead cross k/v included."""
-    generator = torch.Generator().manual_seed(3)
-    width = hidden // heads
-    rows = {"q": heads * width, "k": kv_heads * width, "v": kv_heads * width, "o": hidden}
-    rows |= {"gate": inner, "up": inner, "down": hidden}
-    state = {}
-    for name in PUBLISHED_NAMES:
-        if name.endswith("layernorm.weight"):
-            shape: tuple[int, ...] = (hidden,)
-        else:
-            out = rows[name.split(".")[1].removesuffix("_proj")]
-            shape = (out,) if name.endswith("bias") else (out, inner if "down" in name else hidden)
-        state[name] = torch.randn(shape, generator=generator)
-    return state
+    generator, layer = torch.Generator().manual_seed(3), LlamaGlideDecoderLayer(tiny_config("llama")).state_dict()
+    shapes = {name: layer[name if name in layer else name.replace("cross", "self")].shape for name in PUBLISHED_NAMES}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
@@ -71,7 +66,7 @@ def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
 def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None:
     state = published_state()
     make_pair(tmp_path / "target")
-    draft = write(state, form, _made(tmp_path / "draft"))
+    draft = write(state, form, made(tmp_path / "draft"))
     model = LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=draft, torch_dtype=torch.float32)
     loaded = model.draft_model.state_dict()
     assert set(state) - set(loaded) == {f"cross_attn.{p}_proj.{k}" for p in "kv" for k in ("weight", "bias")}
@@ -206,7 +201,7 @@ def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, messag
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     """The weight file's own comes first, then config.json, then the training configuration."""
     state = make_pair(tmp_path / "target").draft_model.state_dict()
-    folder = _made(tmp_path / "draft")
+    folder = made(tmp_path / "draft")
     torch.save(state, folder / "draft_model_weights.pth")
     (folder / "training_config.yaml").write_text(
         "model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n  mlp_size: 48\n"
@@ -245,11 +240,6 @@ def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     LlamaGlide.from_pretrained(tmp_path / "target", glide_path=file)
     with pytest.raises(UserError, match=r"float16: the draft's weight mlp\.up_proj\.weight contains NaN or Inf"):
         LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=file)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import Oracle
-from pairs import GLIDE, Handed, save_target, target_greedy
-from parity import compare_trees, prefilled, training_logits
+from pairs import GLIDE, save_target, target_greedy
+from parity import compare_trees, prefilled, training_logits, training_pass
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -86,14 +86,16 @@ def published_weights(layer: str = "midlayer") -> dict[str, Tensor]:
     return weights | vocabulary_maps(listed, VOCAB)
 
 
-def published_pair(folder: Path, family: str = "llama", **options: Any) -> GlideMixin:
-    """A target with a published draft, and with other options of it."""
+def published_pair(folder: Path, family: str = "llama", window: int | None = None, **options: Any) -> GlideMixin:
+    """A target with a published draft, with another window and other options of it."""
     save_target(folder, family, initializer_range=0.1)
     draft = folder / "eagle"
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps(CONFIG | options))
     torch.save(published_weights(), draft / "pytorch_model.bin")
-    return GLIDE[family].from_pretrained(folder, glide_path=draft, torch_dtype=torch.float32)
+    pair = GLIDE[family].from_pretrained(folder, glide_path=draft, torch_dtype=torch.float32)
+    pair.draft_model.window = window or pair.draft_model.window
+    return pair
 
 
 def random_tokens(*shape: int) -> Tensor:
@@ -182,8 +184,7 @@ def test_the_layer_computes_what_vllm_computes(tmp_path: Path, switches: dict[st
 def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, window: int | None) -> None:
     """Every node, whatever its siblings: step s of training is level s of a tree. Prompts end before and after the
     window's edge."""
-    model = published_pair(tmp_path, "qwen2")
-    model.draft_model.window = window or model.draft_model.window
+    model = published_pair(tmp_path, "qwen2", window)
     prompts = [row[:n] for row, n in zip(random_tokens(4, 40), (1, 5, 9, 33), strict=True)]
     compare_trees(model, prompts, TOLERANCE)
 
@@ -192,16 +193,10 @@ def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, windo
 def test_packed_segments_do_not_see_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments in a row of several chunks, at two lags, give the logits of each segment alone."""
     monkeypatch.setattr("longspec.models.eagle3.CHUNK", 7)
-    model = published_pair(tmp_path)
-    model.draft_model.window = 12
+    model = published_pair(tmp_path, window=12)
     first, second = random_tokens(9), random_tokens(23)
-    packed = model(
-        torch.cat([first, second])[None],
-        labels=torch.zeros(1, 32, dtype=torch.long),
-        position_ids=torch.cat([torch.arange(9), torch.arange(23)])[None],
-        cu_seqlens=torch.tensor([0, 9, 32], dtype=torch.int32),
-        lags=torch.tensor([2, 4]),
-        objective=Handed(lambda hidden, *_: model.draft_model.lm_head(hidden)[0]),
+    packed = training_pass(
+        model, [first, second], torch.tensor([2, 4]), lambda hidden, *_: model.draft_model.lm_head(hidden)[0]
     )
     # Before the lag's first chain there is nothing to compare: such a query has no root.
     torch.testing.assert_close(packed[2:9], training_logits(model, first, 2)[2:], **TOLERANCE)
@@ -215,13 +210,9 @@ def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pyte
     gradients = []
     for chunk in (64, 7):
         monkeypatch.setattr("longspec.models.eagle3.CHUNK", chunk)
-        losses = model(
-            tokens,
-            labels=tokens,
-            position_ids=torch.arange(20).expand(2, -1),
-            cu_seqlens=torch.tensor([0, 20, 40], dtype=torch.int32),
-            lags=torch.arange(1, 5)[:, None].expand(-1, 2),
-            objective=Handed(lambda hidden, *_: model.draft_model.lm_head(hidden).logsumexp(-1).sum()),
+        lags = torch.arange(1, 5)[:, None].expand(-1, 2)
+        losses = training_pass(
+            model, tokens, lags, lambda hidden, *_: model.draft_model.lm_head(hidden).logsumexp(-1).sum(), rows=2
         )
         assert len(losses) == 4
         weights = [weight for weight in model.draft_model.parameters() if weight.requires_grad]
@@ -234,8 +225,7 @@ def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pyte
 def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, window: int | None) -> None:
     """Trees, chains and auto, in a ragged batch, give the target's own greedy tokens; sampled rows do not depend on the
     batch."""
-    model = published_pair(tmp_path, family)
-    model.draft_model.window = window or model.draft_model.window
+    model = published_pair(tmp_path, family, window)
     prompts = [random_tokens(2, 21)[0, :3].tolist(), random_tokens(2, 21)[1].tolist()]
     expected = [target_greedy(model, torch.tensor(prompt), 24) for prompt in prompts]
     for settings in ({"method": "tree"}, {"method": "seq"}, {"method": "auto"}, {"method": "tree", "compile": False}):
@@ -257,8 +247,7 @@ def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, windo
 @torch.no_grad()
 def test_accepted_tokens_are_read_as_a_prompts_are(tmp_path: Path, window: int | None) -> None:
     """After rounds that accept 2, 0, 3 and 1 tokens, the draft's cache is that of the whole text as a prompt."""
-    model = published_pair(tmp_path)
-    model.draft_model.window = window or model.draft_model.window
+    model = published_pair(tmp_path, window=window)
     prompts = [random_tokens(2, 19)[0, :6], random_tokens(2, 19)[1]]
     truth = [target_greedy(model, prompt, 24) for prompt in prompts]
     drafter = TreeDrafter(Runner(model), 2, (2, 2, 2), GREEDY, "descend")
@@ -279,13 +268,11 @@ def test_accepted_tokens_are_read_as_a_prompts_are(tmp_path: Path, window: int |
     torch.testing.assert_close(drafter.draft.newest, fresh.draft.newest, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("method", "window"), [("auto", 16)])
-def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path, method: str, window: int | None) -> None:
+def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path) -> None:
     """Requests that come one after another, in rows that move, with prompts that share prefixes."""
-    model = published_pair(tmp_path)
-    model.draft_model.window = window or model.draft_model.window
+    model = published_pair(tmp_path, window=16)
     prompts = [random_tokens(61)[:n].tolist() for n in (3, 40, 9, 61, 40)]
-    drafting = Drafting(method, tree_shape=(2, 4, 4))
+    drafting = Drafting("auto", tree_shape=(2, 4, 4))
     engine = RequestEngine(model, EngineSettings(drafting, 3, memory=2**28, prefill_chunk=16))
     engine.prepare()
     answers: list[list[Any]] = [[] for _ in prompts]
@@ -303,8 +290,7 @@ def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path, method:
 @pytest.mark.parametrize("window", [None, 16])
 def test_the_memory_of_a_batch_counts_the_drafts_own_cache(tmp_path: Path, window: int | None) -> None:
     """With and without a known longest text, the batch's caches and rounds stay within the given memory."""
-    model = published_pair(tmp_path)
-    model.draft_model.window = window or model.draft_model.window
+    model = published_pair(tmp_path, window=window)
     memory = 2**24
     for longest in (None, 4000):
         batch = RequestEngine(model, EngineSettings(Drafting("tree"), 8, memory, longest)).batch
@@ -319,8 +305,7 @@ def test_the_memory_of_a_batch_counts_the_drafts_own_cache(tmp_path: Path, windo
 @torch.no_grad()
 def test_fused_passes_and_graphs_draft_as_plain_ones(tmp_path: Path, window: int | None) -> None:
     """In bf16, where the target's layers leave sums to the next norm, and with captured rounds in float32."""
-    model = published_pair(tmp_path).to("cuda")
-    model.draft_model.window = window or model.draft_model.window
+    model = published_pair(tmp_path, window=window).to("cuda")
     prompts = [random_tokens(2, 41)[0, :9].tolist(), random_tokens(2, 41)[1].tolist()]
     expected = [target_greedy(model, torch.tensor(prompt), 24) for prompt in prompts]
     rounds = set()
@@ -384,8 +369,7 @@ def test_a_thread_records_the_inputs_of_its_own_passes() -> None:
 
 def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> None:
     """A folder has the published names and config. Folder and file restore options and weights."""
-    model = published_pair(tmp_path)
-    model.draft_model.window = 24
+    model = published_pair(tmp_path, window=24)
     draft, options = model.draft_model, replace(model.draft_model.options, layers=(0, 2, 1))
     save_draft_folder(draft.state_dict(), model.config, tmp_path / "saved", options)
     saved = load_file(tmp_path / "saved" / "model.safetensors")

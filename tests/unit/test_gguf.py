@@ -27,7 +27,6 @@ from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models import target_cache
-from longspec.models.gguf import _name
 from longspec.models.gguf_tokenizer import write_tokenizer
 from longspec.models.packaged_targets import PACKAGED, QWEN_CODER, SMOLLM2
 from longspec.models.target_cache import converted, resolve_target
@@ -35,11 +34,7 @@ from longspec.user_cache import user_cache
 
 TOKENS = torch.arange(1, 60)[None]
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
@@ -114,22 +109,25 @@ def test_named_chat_templates_come_along(tmp_path: Path) -> None:
     _, tokenizer = load_pair(str(tmp_path / "tiny.gguf"))
     assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}<|im_end|>", "rag": "rag"}
     assert resolve_chat_format("auto", "tiny", "llama", tokenizer) == "tokenizer"
-    tokens = {f"ggml.{key}": value for key, value in {"model": "gpt2", "tokens": ["a"], "merges": []}.items()}
-    values = {f"tokenizer.{key}": value for key, value in tokens.items()} | names
-    write_tokenizer(tmp_path, {key: lambda value=value: value for key, value in values.items()}, 100)
+    tokens = ggml_metadata({"model": "gpt2", "tokens": ["a"], "merges": []})
+    write_tokenizer(tmp_path, tokens | {key: lambda value=value: value for key, value in names.items()}, 100)
     with pytest.raises(UserError, match="none named 'default': rag;"):
         resolve_chat_format("auto", "tiny", "llama", AutoTokenizer.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("metadata", "problem"),
+    ("content", "problem"),
     [
-        ({"split.count": 3, "split.no": 0}, "part 1 of 3 of a split GGUF file; merge them first"),
-        ({"general.type": "adapter"}, "a GGUF file of type 'adapter'"),
+        ({"metadata": {"split.count": 3, "split.no": 0}}, "part 1 of 3 of a split GGUF file; merge them first"),
+        ({"metadata": {"general.type": "adapter"}}, "a GGUF file of type 'adapter'"),
+        ({"architecture": "gemma"}, ".* architecture 'gemma'; supported are llama, qwen2, qwen3"),
+        ({"sliding_window": 4096}, "sliding-window attention of 4096 tokens"),
+        ({"without": "ffn_up"}, "incomplete llama model: 3 weights are missing.*up_proj"),
+        ({"extra": {"blk.0.odd.weight": np.ones(4, np.float32)}}, "incomplete llama model: 1 weights .* blk.0.odd"),
     ],
 )
-def test_a_gguf_file_that_is_no_whole_model_says_so(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
-    write_gguf(tmp_path / "odd.gguf", without="ffn", metadata=metadata)
+def test_a_gguf_file_that_is_no_target_says_why(tmp_path: Path, content: dict[str, Any], problem: str) -> None:
+    write_gguf(tmp_path / "odd.gguf", **content)
     with pytest.raises(UserError, match=f"odd.gguf: {problem}"):
         resolve_target(str(tmp_path / "odd.gguf"))
 
@@ -181,9 +179,7 @@ def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) 
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    write_tokenizer(
-        tmp_path, {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}, 9
-    )
+    write_tokenizer(tmp_path, ggml_metadata(values), 9)
     tokenizer, choice = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
     for sentence in (*text[:2], "étrange  guess", *("".join(choice.choices("thearndgs ", k=30)) for _ in range(20))):
         assert tokenizer(sentence)["input_ids"] == [1, *reference.encode(sentence)]
@@ -221,15 +217,6 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
         resolve_target(str(file))
     file.write_text("hello")
     with pytest.raises(UserError, match="not a GGUF file"):
-        resolve_target(str(file))
-    write_gguf(file, architecture="gemma")
-    with pytest.raises(UserError, match=r"x.gguf: .* architecture 'gemma'; supported are llama, qwen2, qwen3"):
-        resolve_target(str(file))
-    write_gguf(file, sliding_window=4096)
-    with pytest.raises(UserError, match=r"x.gguf: sliding-window attention of 4096 tokens"):
-        resolve_target(str(file))
-    write_gguf(file, without="ffn_up")
-    with pytest.raises(UserError, match=r"incomplete llama model: 3 weights are missing.*up_proj"):
         resolve_target(str(file))
     with monkeypatch.context() as patch:
         add = gguf.GGUFWriter.add_head_count
@@ -333,15 +320,12 @@ def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
 ) -> None:
     monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
     monkeypatch.setattr("longspec.models.gguf.MAX_SHARD", shard)
-    write_gguf(tmp_path / "tiny.gguf", quantized=True)
+    original = write_gguf(tmp_path / "tiny.gguf", quantized=True)
     folder, expected = Path(resolve_target(str(tmp_path / "tiny.gguf"))), tmp_path / "expected"
-    state = {}
-    for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors:
-        weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        # llama.cpp's order of rows: the two halves of a head (16 rows) next to each other.
-        if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
-            weight = weight.view(-1, 8, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        state[_name(tensor.name)] = weight.bfloat16()
+    kind, state = gguf.GGMLQuantizationType.Q8_0, {}
+    for name, weight in original.state_dict().items():
+        stored = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind) if weight.ndim == 2 else weight.numpy()
+        state[name] = torch.from_numpy(stored).bfloat16()
     expected.mkdir()
     save_torch_state_dict(state, expected, max_shard_size=shard)
     written = {file.name: file.read_bytes() for file in folder.glob("model*")}

@@ -16,8 +16,8 @@ from longspec.inference.drafting.lookup import (
     LookupDrafter,
     TokenHistory,
 )
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import LookupState
-from longspec.kernels.torch.backend import TorchBackend
 
 GAMMA, POSITIONS = 4, 64
 
@@ -127,7 +127,7 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     text = torch.randint(vocab, (3, 25), generator=generator).repeat(1, 8)
     noise = torch.rand(text.shape, generator=generator) < 0.05
     text[noise] = torch.randint(vocab, (int(noise.sum()),), generator=generator)
-    runner = SimpleNamespace(backend=TorchBackend, device=torch.device("cpu"))
+    runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"))
     history = TokenHistory(3, torch.device("cpu"))
     branches = LookupBranches(runner, history, depth)  # type: ignore[arg-type]
     plain = [PlainBranches(depth) for _ in lengths]

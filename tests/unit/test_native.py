@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_reference import attention_with_lse
+from kernel_devices import random
 from pairs import make_pair
-from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.fused_runner import make_runner
@@ -26,7 +26,9 @@ WIDTHS = [(64, 96), (1, 1), (37, 5), (576, 51), (20, 130)]
 """Inputs and outputs of a product: multiples of a vector and of a block, and others."""
 
 
-@pytest.fixture(scope="module", params=["native", "haswell", "x86-64"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=pytest.mark.gcc) for n in ("native", "haswell", "x86-64")]
+)
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The kernels for this machine, with AVX2, and with the instructions of every x86 CPU."""
     if request.param != "native" and (platform.machine() != "x86_64" or " avx2 " not in library._cpu()):
@@ -48,10 +50,6 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     native_library.cache_clear()
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -60,7 +58,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize(("size", "out"), WIDTHS)
 def test_products_equal_their_references_for_every_number_of_tokens(size: int, out: int, threads: None) -> None:
@@ -79,7 +76,6 @@ def test_products_equal_their_references_for_every_number_of_tokens(size: int, o
         torch.testing.assert_close(operations.gated_product(x, weight).double(), F.silu(gate) * up, **close)
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("size", [576, 37])
 def test_a_tokens_result_does_not_depend_on_the_number_of_tokens(size: int, threads: None) -> None:
@@ -96,7 +92,6 @@ def test_a_tokens_result_does_not_depend_on_the_number_of_tokens(size: int, thre
         assert all(map(torch.equal, found, alone)), tokens
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
     gate = torch.cat([torch.linspace(-100, 100, 4001), torch.tensor([-1e30, 1e30, 0.0, torch.nan])])
@@ -105,7 +100,6 @@ def test_a_gate_of_any_size_has_the_silu_of_torch() -> None:
     torch.testing.assert_close(found.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("size", [1, 20, 576])
 def test_rms_norm_equals_its_reference(size: int) -> None:
@@ -113,7 +107,6 @@ def test_rms_norm_equals_its_reference(size: int) -> None:
     torch.testing.assert_close(operations.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (6, 1, 20)])
@@ -139,7 +132,6 @@ def test_rotate_and_store_equals_its_reference(heads: int, kv_heads: int, head_d
         torch.testing.assert_close(operations.rotate_and_store(q, positions, rope, head_dim), expected)
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("head_dim", [16, 20, 7])
 def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> None:
@@ -156,7 +148,6 @@ def test_attention_takes_every_head_dimension(head_dim: int, threads: None) -> N
     torch.testing.assert_close(operations.attention(q, k, v, lengths, mask, 0.3), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.gcc
 @pytest.mark.usefixtures("build")
 def test_nan_is_not_lost() -> None:
     """A model whose weights are broken is reported, not decoded."""

@@ -42,40 +42,6 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...] | None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sampled", [False, True], ids=["most probable", "sampled"])
-@pytest.mark.parametrize(
-    ("shape", "vocab", "nodes"), [((4, 16, 16), 40, 12), ((2, 3, 4), 5, 7), ((3,), 3, 2), ((2, 6, 6), 3, 14)]
-)
-def test_the_best_nodes_are_selected(
-    shape: tuple[int, ...], vocab: int, nodes: int, sampled: bool, device: str
-) -> None:
-    """In their old order, with their ancestors; and every prefix of the ranks is a smaller selection."""
-    tree, levels = grown(6, shape, vocab, sampled, seed=len(shape) + vocab)
-    expected = trees.select_nodes(tree, levels, nodes, sampled)
-    on_device = Tree(*(values.to(device) for values in tree))
-    for mine, plain in zip(select_nodes(on_device, levels.to(device), nodes, sampled), expected, strict=True):
-        assert torch.equal(mine.cpu(), plain)
-
-    for row in range(6):
-        priority = (-tree.arrivals if sampled else tree.scores)[row].tolist()
-        known = paths(tree.tokens[row].tolist(), tree.parents[row].tolist())
-        real = sorted((node for node, path in enumerate(known) if path is not None), key=lambda node: -priority[node])
-        selected = paths(expected.tokens[row].tolist(), expected.parents[row].tolist())
-        filled = [node for node, path in enumerate(selected) if path is not None]
-        best = sorted(real[:nodes])
-        assert expected.wide[row, filled].tolist() == best
-        assert [selected[node] for node in filled] == [known[node] for node in best]
-        assert expected.levels[row, filled].tolist() == [len(known[node] or ()) for node in best]
-        for i, path in enumerate(selected):
-            above = {j for j, p in enumerate(selected) if path and p is not None and p == path[: len(p)]}
-            assert set(expected.visible[row, i].nonzero()[:, 0].tolist()) == above | {i}
-        ranks = expected.ranks[row].tolist()
-        assert sorted(ranks) == list(range(nodes)) and ranks[0] == 0
-        smaller = trees.select_nodes(tree, levels, nodes - 1, sampled)
-        assert torch.equal(expected.wide[row][expected.ranks[row] < nodes - 1], smaller.wide[row])
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_rounding_does_not_separate_a_node_from_its_parent(device: str) -> None:
     """A chain whose deeper node seems better than the node above it, next to a node between the two."""
     tree = new_tree(1, 4, False, torch.device(device))
@@ -119,29 +85,37 @@ def random_branches(tree: Tree, depth: int, vocab: int, seed: int) -> Branches:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True], ids=["most probable", "sampled"])
-@pytest.mark.parametrize(("shape", "vocab", "nodes"), [((4, 16, 16), 9, 24), ((2, 3, 4), 5, 12), ((2, 3), 4, 18)])
-def test_branches_compete_with_the_tree_and_absorb_its_nodes(
-    shape: tuple[int, ...], vocab: int, nodes: int, sampled: bool, device: str
+@pytest.mark.parametrize(
+    ("shape", "vocab", "nodes", "depth"),
+    [
+        *[((4, 16, 16), 40, 12, 0), ((2, 3, 4), 5, 7, 0), ((3,), 3, 2, 0), ((2, 6, 6), 3, 14, 0)],
+        *[((4, 16, 16), 9, 24, 6), ((2, 3, 4), 5, 12, 6), ((2, 3), 4, 18, 6)],
+    ],
+)
+def test_the_best_nodes_of_a_tree_and_its_branches_are_selected(
+    shape: tuple[int, ...], vocab: int, nodes: int, depth: int, sampled: bool, device: str
 ) -> None:
-    """Every path is verified once. Paths of a branch come first; next to a sampled tree, all of them."""
+    """Every path is verified once, with its ancestors, in the old order. Paths of a branch (of at most `depth` nodes)
+    come first; next to a sampled tree, all of them. Each prefix of the ranks is a smaller selection."""
     tree, levels = grown(8, shape, vocab, sampled, seed=vocab)
-    branches = random_branches(tree, 6, vocab, seed=nodes)
+    branches = random_branches(tree, depth, vocab, seed=nodes) if depth else None
     expected = trees.select_nodes(tree, levels, nodes, sampled, branches)
-    on_device = [type(group)(*(values.to(device) for values in group)) for group in (tree, branches)]
+    on_device = [group and type(group)(*(values.to(device) for values in group)) for group in (tree, branches)]
     got = select_nodes(on_device[0], levels.to(device), nodes, sampled, on_device[1])
     for mine, plain in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), plain)
 
-    absorbed = 0
+    smaller, absorbed = trees.select_nodes(tree, levels, nodes - 1, sampled, branches), 0
     for row in range(8):
         known = paths(tree.tokens[row].tolist(), tree.parents[row].tolist())
         priority: dict[tuple[int, ...] | None, float] = {}
         for path, own in zip(known, (-tree.arrivals if sampled else tree.scores)[row].tolist(), strict=True):
             priority[path] = own
         in_branch: dict[tuple[int, ...], int] = {}
-        for tokens, scores in zip(branches.tokens[row].tolist(), branches.scores[row].tolist(), strict=True):
-            for depth, own in enumerate(scores, start=1):
-                path = tuple(tokens[:depth])
+        chains = zip(branches.tokens[row].tolist(), branches.scores[row].tolist(), strict=True) if branches else ()
+        for tokens, scores in chains:
+            for level, own in enumerate(scores, start=1):
+                path = tuple(tokens[:level])
                 if own > -math.inf:
                     in_branch[path] = known.index(path) if path in known else 0
                     priority[path] = math.inf if sampled else max(own, priority.get(path, own))
@@ -153,7 +127,8 @@ def test_branches_compete_with_the_tree_and_absorb_its_nodes(
         assert len(real) == len(set(real)) and set(real) == set(order[:nodes])
         count = sum(expected.in_branch[row].tolist())
         assert all(path in in_branch for path in real[1 : 1 + count])
-        assert not any(path in in_branch for path in real[1 + count :])
+        of_tree = [known.index(path) for path in real[1 + count :]]
+        assert not any(path in in_branch for path in real[1 + count :]) and of_tree == sorted(of_tree)
         for number, path in enumerate(selected):
             if path is None:
                 continue
@@ -161,5 +136,9 @@ def test_branches_compete_with_the_tree_and_absorb_its_nodes(
             assert expected.levels[row, number] == len(path)
             above = {j for j, p in enumerate(selected) if p is not None and p == path[: len(p)]}
             assert set(expected.visible[row, number].nonzero()[:, 0].tolist()) == above
+        ranks = expected.ranks[row]
+        assert ranks.sort().values.tolist() == list(range(nodes)) and ranks[0] == 0
+        if not in_branch:
+            assert torch.equal(expected.wide[row][ranks < nodes - 1], smaller.wide[row])
         absorbed += sum(path in known for path in in_branch)
-    assert absorbed > 8
+    assert absorbed > 8 or not depth

@@ -1,9 +1,10 @@
 """Matrix products of one row and of a few, with the operations fused into them, against their references in fp64."""
 
+import layer_reference
 import product_reference
 import pytest
 import torch
-from torch import Tensor
+from kernel_devices import TOLERANCE, random
 
 from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton import skinny_product as skinny
@@ -12,39 +13,14 @@ from longspec.kernels.triton.layers import TritonStream
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
 from longspec.kernels.triton.vector_product import vector_product
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
 
 def skip_what_the_interpreter_cannot(dtype: torch.dtype, device: str) -> None:
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("Triton's interpreter has no bf16 dot")
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def gate(values: Tensor) -> Tensor:
-    low, high = values.chunk(2, -1)
-    return torch.nn.functional.silu(low) * high
-
-
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(
-    ("rows", "width"),
-    [
-        (10, 32),
-        (6, 2100),
-        (2, 1),
-        (4, 18944),
-        (10, 576),
-        (2, 100),
-    ],
-)
+@pytest.mark.parametrize(("rows", "width"), [(10, 32), (6, 2100), (2, 1), (4, 18944), (10, 576), (2, 100)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_vector_product_equals_its_reference(
     rows: int, width: int, gated: bool, dtype: torch.dtype, device: str
@@ -121,13 +97,16 @@ def test_the_residual_stream_equals_plain_sums_for_any_number_of_tokens(
     gate_up = (random(2 * 40, width, seed=3) / 5).to(device, dtype)
     back = (random(width, 40, seed=4) / 6).to(device, dtype)
     x = hidden.double()
-    for project in (lambda y: y @ first.double().t(), lambda y: gate(y @ gate_up.double().t())):
-        x = x + project(rms(x, norm.double(), 1e-5)) @ back.double().t()
+    for project in (
+        lambda y: y @ first.double().t(),
+        lambda y: layer_reference.swiglu(*(y @ gate_up.double().t()).chunk(2, -1)),
+    ):
+        x = x + project(layer_reference.rms_norm(x, norm.double(), 1e-5)) @ back.double().t()
     expected = x + x.new_ones(batch, nodes, 40) @ back.double().t()
     stream = TritonStream(hidden, 1e-5)
     stream.add_product(stream.project(norm, first, None), back)
     stream.add_product(stream.project_gated(norm, gate_up), back)
     close = {"rtol": 3 * TOLERANCE[dtype], "atol": 3 * TOLERANCE[dtype]}
-    torch.testing.assert_close(stream.normed(norm).double(), rms(x, norm.double(), 1e-5), **close)
+    torch.testing.assert_close(stream.normed(norm).double(), layer_reference.rms_norm(x, norm.double(), 1e-5), **close)
     stream.add_product(hidden.new_ones(batch, nodes, 40), back, last=True)
     torch.testing.assert_close(stream.hidden.double(), expected, **close)

@@ -1,9 +1,8 @@
-"""Acceptance of tree nodes: kernels and the engine's torch path against the references, with equal draws."""
+"""Acceptance of tree nodes: the kernels against torch, whose law test_acceptance.py integrates, with equal draws."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-import acceptance_reference
 import pytest
 import torch
 from kernel_devices import DEVICES
@@ -15,9 +14,9 @@ pytest.importorskip("triton")
 from longspec.inference.acceptance import follow, reject
 from longspec.inference.drafting.proposal import Proposal, chain
 from longspec.inference.sampling import Sampler
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import Draws, new_tree
-from longspec.kernels.torch import trees, vocabulary
-from longspec.kernels.torch.backend import TorchBackend
+from longspec.kernels.torch import trees
 from longspec.kernels.triton.descent import follow_choices
 from longspec.kernels.triton.rejection import reject_children
 from longspec.kernels.triton.row_argmax import first_arrival
@@ -75,20 +74,15 @@ def draws(batch: int, nodes: int, vocab: int, seed: int) -> tuple[Tensor, Tensor
 
 
 def check_rejection(tree: Proposal, p: Tensor, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel and engine agree with the reference, whose path, number of steps and bonus token are returned."""
+    """The kernel agrees with torch; returns path, number of steps and bonus token."""
     assert tree.sampled_from is not None
     coins, noise = draws(*tree.tokens.shape, p.shape[-1], seed)
-    inputs = (tree.tokens, tree.parents, tree.sampled_from, p, coins)
-    rules = (tree.depth, tree.q_rows, tree.from_lookup)
-    path, count, residual = acceptance_reference.reject_children(*inputs, *rules)
-    expected = (path, count, vocabulary.first_arrival(residual, noise))
-
-    on_device = [x.clone().to(device) for x in inputs]
+    accepted = reject(tree, tree.sampled_from, p.clone(), FixedSampler(coins, noise))
+    expected = accepted.path, accepted.count, accepted.bonus
+    on_device = [x.clone().to(device) for x in (tree.tokens, tree.parents, tree.sampled_from, p, coins)]
     rules = (tree.depth, *(None if x is None else x.to(device) for x in (tree.q_rows, tree.from_lookup)))
     path, count, residual = reject_children(*on_device, *rules)
     check_same((path, count, first_arrival(residual, noise.to(device))), expected)
-    accepted = reject(tree, tree.sampled_from, p.clone(), FixedSampler(coins, noise))
-    check_same((accepted.path, accepted.count, accepted.bonus), expected)
     return expected
 
 
@@ -160,13 +154,10 @@ def test_following_choices_equals_its_reference(device: str) -> None:
     for seed in (2, 3):
         tree = sampled_tree(16, (2, 4, 5), 6, seed, sharpness=0.5)
         choice = torch.randint(0, 6, tree.tokens.shape, generator=torch.Generator().manual_seed(seed))
-        inputs = (tree.tokens, tree.parents, choice)
-        expected = acceptance_reference.follow_choices(*inputs, tree.depth)
-        on_device = [x.to(device) for x in inputs]
-        check_same(follow_choices(*on_device, tree.depth), expected)
-        accepted = follow(tree, choice, TorchBackend)
-        check_same((accepted.path, accepted.count, accepted.bonus), expected)
-        steps |= set(expected[1].tolist())
+        accepted = follow(tree, choice, Backend)
+        on_device = [x.to(device) for x in (tree.tokens, tree.parents, choice)]
+        check_same(follow_choices(*on_device, tree.depth), (accepted.path, accepted.count, accepted.bonus))
+        steps |= set(accepted.count.tolist())
     assert steps == {0, 1, 2, 3}
 
     root = chain(torch.tensor([[3], [4]], device=device))

@@ -116,7 +116,7 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     from longspec.kernels.triton.backend import TritonBackend
 
     gpu = describe_gpu(torch.device("cpu"))
-    monkeypatch.setattr(draft_model, "TorchBackend", lambda attention: TritonBackend(TritonAttention(gpu)))
+    monkeypatch.setattr(draft_model, "Backend", lambda attention: TritonBackend(TritonAttention(gpu)))
     monkeypatch.setattr(sys.modules[__name__], "paged_attention", partial(TritonAttention(gpu).paged, capacity=64))
     test_the_tree_is_that_of_our_own_engine(tmp_path, "qwen2", LISTED)
 

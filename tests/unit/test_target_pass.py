@@ -107,12 +107,7 @@ ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
 
 @pytest.mark.parametrize(
     ("family", "overrides", "reads_target"),
-    [
-        ("llama", ODD_HEADS, True),
-        ("qwen2", {}, True),
-        ("qwen3", {}, False),
-        ("mistral", {}, False),
-    ],
+    [("llama", ODD_HEADS, True), ("qwen2", {}, True), ("qwen3", {}, False), ("mistral", {}, False)],
 )
 def test_elementwise_kernels_change_no_result(
     tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str

@@ -17,13 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longspec.errors import UserError
 from longspec.models.target_files import load_tokenizer, read_config
-from longspec.models.target_split import (
-    check_shared,
-    check_split,
-    is_added_once,
-    rank_folder,
-    split_target,
-)
+from longspec.models.target_split import check_shared, is_added_once, rank_folder, split_target
 from longspec.models.weight_checks import check_weights
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -123,7 +117,7 @@ def test_the_script_makes_a_folder_that_stands_for_the_target(tmp_path: Path) ->
     assert config.to_diff_dict() == AutoConfig.from_pretrained(source).to_diff_dict()
     assert load_tokenizer(str(tmp_path / "split"), config).get_vocab()
     assert (tmp_path / "split" / "generation_config.json").is_file()
-    check_split(config, 2, tmp_path / "split")
+    check_shared(config, 2, tmp_path / "split")
     with pytest.raises(UserError, match="split for 2 ranks; it needs tp_size 2"):
         check_weights(tmp_path / "split", config)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -144,12 +138,6 @@ def test_what_cannot_be_split_is_one_line(layout: dict[str, Any], world: int, pa
     with pytest.raises(UserError, match=part):
         split_target(source, tmp_path / "split", world)
     assert not (tmp_path / "split").exists()
-
-
-def test_a_folder_without_parts_names_the_command(tmp_path: Path) -> None:
-    source = save_target(tmp_path / "target", "llama")
-    with pytest.raises(UserError, match=rf"holds no mp_0-of-2.*longspec split --target {source} --tp_size 2"):
-        check_split(read_config(source), 2, source)
 
 
 def test_ranks_in_decoding_share_a_target_whole_or_in_parts(tmp_path: Path) -> None:

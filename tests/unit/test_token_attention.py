@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_devices import DEVICES, INTERPRETED
+from kernel_devices import DEVICES, INTERPRETED, TOLERANCE
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -14,7 +14,6 @@ from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import Tiles
 from longspec.kernels.triton.token_attention import token_attention
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TILES = Tiles(16, 16, 4, 2)
 
 

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 import training_reference as reference
 from torch import Tensor
 
+from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import training_attention
 from longspec.kernels.training.varlen_padded import PaddedAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def segments_of(lengths: list[int], lags: list[int] | None = None, device: str = "cpu") -> Segments:
@@ -32,15 +30,18 @@ def attention_of(q: Tensor) -> PaddedAttention:
     return training_attention(q.device, q.dtype, q.shape[-1], use_flash=True)
 
 
-def varlen_attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return attention_of(q).varlen(q, *args, **kwargs)
+@pytest.fixture(params=["padded", "flash", pytest.param("cuda", marks=pytest.mark.gpu)])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[PaddedAttention, str]:
+    """An attention and its device. On the CPU dense attention stands in for FlashAttention's kernels."""
+    if request.param == "flash":
+        monkeypatch.setattr(varlen_flash, "_forward", reference.flash_forward)
+        monkeypatch.setattr(varlen_flash, "_backward", reference.flash_backward)
+        return varlen_flash.FlashAttention(False), "cpu"
+    device = "cuda" if request.param == "cuda" else "cpu"
+    return attention_of(torch.empty(1, 1, 16, device=device)), device
 
 
-def block_attention(q: Tensor, *args: Any) -> Tensor:
-    return attention_of(q).block(q, *args)
-
-
-def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str = "cpu") -> None:
+def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str) -> None:
     """`attend(q, k, v)` in fp32 on the device and its gradients equal `expected(q, k, v)` in fp64 on the CPU."""
     exact = [x.double().requires_grad_() for x in inputs]
     leaves = [x.clone().to(device).requires_grad_() for x in inputs]
@@ -55,7 +56,6 @@ def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: 
         torch.testing.assert_close(gradient.cpu().double(), exact_leaf.grad, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("lengths", "window", "lags"),
     [
@@ -68,29 +68,22 @@ def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: 
         ([400, 700], 100, None),
         ([400, 30, 2, 400], 20, [1, 5, 3, 4]),
         ([50, 50], 2, [3, 1]),
+        ([30, 4, 1, 50], 7, [2, 2, 2, 2]),
+        ([1100, 3], 512, None),
+        ([513], 512, None),
+        ([514, 513], 512, None),
     ],
 )
 def test_values_and_gradients_equal_dense_attention(
-    lengths: list[int], window: int | None, lags: list[int] | None, device: str
+    lengths: list[int], window: int | None, lags: list[int] | None, attention: tuple[PaddedAttention, str]
 ) -> None:
     """Packed segments, single tokens, segments shorter than their lag, windows narrower than the lag."""
+    attend, device = attention
     segments, cpu_segments = segments_of(lengths, lags, device), segments_of(lengths, lags)
     check(
         make_inputs(lengths),
-        lambda q, k, v: varlen_attention(q, k, v, segments, 0.3, window),
+        lambda q, k, v: attend.varlen(q, k, v, segments, 0.3, window),
         lambda q, k, v: reference.varlen_attention(q, k, v, cpu_segments, 0.3, window),
-        device,
-    )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths", [[512], [513], [514, 513], [1100, 3]])
-def test_the_drafts_window_equals_dense_attention(lengths: list[int], device: str) -> None:
-    segments, cpu_segments = segments_of(lengths, device=device), segments_of(lengths)
-    check(
-        make_inputs(lengths, 2, 1),
-        lambda q, k, v: varlen_attention(q, k, v, segments, 0.3, window=512),
-        lambda q, k, v: reference.varlen_attention(q, k, v, cpu_segments, 0.3, window=512),
         device,
     )
 
@@ -99,18 +92,18 @@ def test_a_window_of_512_sees_513_keys() -> None:
     """A query of zeros averages the visible values, so a mark on one value shows where the window ends."""
     q, k, v = (torch.zeros(1200, 1, 16) for _ in range(3))
     v[100] = 1.0
-    out = varlen_attention(q, k, v, segments_of([1200]), 1.0, window=512)[:, 0, 0]
+    out = attention_of(q).varlen(q, k, v, segments_of([1200]), 1.0, window=512)[:, 0, 0]
     assert out[99] == 0 and out[613:].eq(0).all()
     torch.testing.assert_close(out[512:613], torch.full((101,), 1 / 513))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths", [[1, 3, 4, 5, 9, 70], [9, 33], [1100, 600], [4]])
-def test_block_attention_equals_dense_attention(lengths: list[int], device: str) -> None:
+@pytest.mark.parametrize("lengths", [[1, 3, 4, 5, 9, 70], [9, 33], [1100, 600], [8], [12, 7], [4]])
+def test_block_attention_equals_dense_attention(lengths: list[int], attention: tuple[PaddedAttention, str]) -> None:
+    attend, device = attention
     segments, cpu_segments = segments_of(lengths, device=device), segments_of(lengths)
     check(
         make_inputs(lengths),
-        lambda q, k, v: block_attention(q, k, v, segments, 0.3),
+        lambda q, k, v: attend.block(q, k, v, segments, 0.3),
         lambda q, k, v: reference.block_attention(q, k, v, cpu_segments, 0.3),
         device,
     )
@@ -118,7 +111,7 @@ def test_block_attention_equals_dense_attention(lengths: list[int], device: str)
 
 def test_queries_that_see_no_key_give_zero_and_no_gradient() -> None:
     q, k, v = (x.requires_grad_() for x in make_inputs([3, 2]))
-    out = varlen_attention(q, k, v, segments_of([3, 2], [3, 5]), 0.3)
+    out = attention_of(q).varlen(q, k, v, segments_of([3, 2], [3, 5]), 0.3)
     assert out.eq(0).all()
     out.sum().backward()
     assert q.grad is not None and q.grad.eq(0).all()
@@ -127,7 +120,7 @@ def test_queries_that_see_no_key_give_zero_and_no_gradient() -> None:
 def test_bounds_that_miss_tokens_are_refused() -> None:
     q, k, v = make_inputs([5, 5])
     with pytest.raises(ValueError, match="from 0 to 10 tokens"):
-        varlen_attention(q, k, v, segments_of([5]), 0.3)
+        attention_of(q).varlen(q, k, v, segments_of([5]), 0.3)
 
 
 def saved_bytes(attend, tokens: int) -> int:
@@ -149,9 +142,9 @@ def saved_bytes(attend, tokens: int) -> int:
 @pytest.mark.parametrize(
     "attend",
     [
-        lambda q, k, v, lengths: varlen_attention(q, k, v, segments_of(lengths), 0.3, window=128),
-        lambda q, k, v, lengths: varlen_attention(q, k, v, segments_of(lengths, [2]), 0.3),
-        lambda q, k, v, lengths: block_attention(q, k, v, segments_of(lengths), 0.3),
+        lambda q, k, v, lengths: attention_of(q).varlen(q, k, v, segments_of(lengths), 0.3, window=128),
+        lambda q, k, v, lengths: attention_of(q).varlen(q, k, v, segments_of(lengths, [2]), 0.3),
+        lambda q, k, v, lengths: attention_of(q).block(q, k, v, segments_of(lengths), 0.3),
     ],
     ids=["window", "lag", "block"],
 )

@@ -1,4 +1,4 @@
-"""The calls of FlashAttention and the merge of their results; on the CPU dense attention stands in for its kernels."""
+"""Which attention kernel training calls, and how; and their results on the GPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,96 +7,11 @@ from typing import Any
 import pytest
 import torch
 import training_reference as reference
-from test_varlen import attention_of, block_attention, check, make_inputs, segments_of, varlen_attention
+from test_varlen import attention_of, make_inputs, segments_of
 from torch import Tensor
 
 from longspec.kernels.training import varlen_flash
-from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import FlashAttention
-
-CASES = [
-    ([7], None, None),
-    ([1, 40, 1, 30], None, None),
-    ([30, 4, 1, 50], None, [2, 5, 1, 3]),
-    ([3, 5, 6, 1, 20], None, [5, 5, 5, 1, 2]),
-    ([30, 4, 1, 50], 7, [2, 2, 2, 2]),
-    ([30, 9, 60], 8, None),
-    ([40, 50], 2, [2, 2]),
-]
-BLOCKS = [[1, 3, 4, 5, 9, 70], [9, 33], [8], [12, 7]]
-
-
-def visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tensor:
-    """FlashAttention's causal mask, bool [N, keys], which aligns the ends of the queries and keys of each segment."""
-    mask = torch.zeros(query_bounds[-1], key_bounds[-1], dtype=torch.bool)
-    for number in range(len(query_bounds) - 1):
-        (q0, q1), (k0, k1) = query_bounds[number : number + 2], key_bounds[number : number + 2]
-        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-        keys = torch.arange(k1 - k0)[None]
-        mask[q0:q1, k0:k1] = (keys <= last) & ((keys >= last - reach) if reach >= 0 else True)
-    return mask
-
-
-def scores_of(q: Tensor, k: Tensor, segments: Segments, scale: float, reach: int = -1) -> Tensor:
-    """Scores [H, N, keys], -inf where a key is invisible."""
-    queries, keys, longest, most_keys = varlen_flash._sizes(segments)
-    assert queries.dtype == keys.dtype == torch.int32
-    assert longest == queries.diff().max() and most_keys == keys.diff().max()
-    mask = visible(queries.tolist(), keys.tolist(), reach)
-    scores = torch.einsum("nhd,khd->hnk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-    return scores.masked_fill(~mask, -torch.inf)
-
-
-def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    scores = scores_of(q, k, *call)
-    lse = scores.logsumexp(-1)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the kernel's LSE of a query without keys
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hnk,khd->nhd", (scores - lse[..., None]).exp(), values), lse, torch.empty(0), torch.empty(0)
-
-
-def stand_in_backward(
-    upstream: Tensor, saved: tuple[Tensor, ...], segments: Segments, scale: float, reach: int = -1
-) -> tuple[Tensor, ...]:
-    """The published formulas of FlashAttention's backward, computed from the `out` and `lse` that are passed."""
-    q, k, v, out, lse, *state = saved
-    assert lse.is_contiguous() and len(state) == 2
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-    weights = (scores_of(q, k, segments, scale, reach) - lse[..., None]).exp()
-    dscores = torch.einsum("nhd,khd->hnk", upstream, values) - (upstream * out).sum(-1).T[..., None]
-    dscores = weights * dscores * scale
-    dq = torch.einsum("hnk,khd->nhd", dscores, keys)
-    dk, dv = torch.einsum("hnk,nhd->khd", dscores, q), torch.einsum("hnk,nhd->khd", weights, upstream)
-    return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen_flash, "_forward", stand_in_forward)
-    monkeypatch.setattr(varlen_flash, "_backward", stand_in_backward)
-
-
-@pytest.mark.parametrize(("lengths", "window", "lags"), CASES)
-def test_torchs_kernel_with_lags_and_windows_equals_the_reference(
-    kernels: None, lengths: list[int], window: int | None, lags: list[int] | None
-) -> None:
-    segments = segments_of(lengths, lags)
-    check(
-        make_inputs(lengths),
-        lambda q, k, v: FlashAttention(False).varlen(q, k, v, segments, 0.3, window),
-        lambda q, k, v: reference.varlen_attention(q, k, v, segments, 0.3, window),
-    )
-
-
-@pytest.mark.parametrize("lengths", BLOCKS)
-def test_the_block_pattern_equals_the_reference(kernels: None, lengths: list[int]) -> None:
-    segments = segments_of(lengths)
-    check(
-        make_inputs(lengths),
-        lambda q, k, v: FlashAttention(False).block(q, k, v, segments, 0.3),
-        lambda q, k, v: reference.block_attention(q, k, v, segments, 0.3),
-    )
 
 
 @pytest.mark.parametrize(
@@ -159,13 +74,13 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
         segments = segments_of(lengths, lag, "cuda")
         assert type(attention_of(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype))) is FlashAttention
         mask = reference.causal_mask(segments_of(lengths, lag), window)
-        agree(lengths, mask, lambda q, k, v, s=segments, w=window: varlen_attention(q, k, v, s, 0.125, w))
+        agree(lengths, mask, lambda q, k, v, s=segments, w=window: attention_of(q).varlen(q, k, v, s, 0.125, w))
     segments = segments_of(lengths, device="cuda")
     mask = reference.block_mask(segments_of(lengths))
-    agree(lengths, mask, lambda q, k, v: block_attention(q, k, v, segments, 0.125))
+    agree(lengths, mask, lambda q, k, v: attention_of(q).block(q, k, v, segments, 0.125))
     with torch.no_grad():  # the target's pass
         inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
-        got = varlen_attention(*(x.cuda() for x in inputs), segments, 0.125)
+        got = attention_of(inputs[0].cuda()).varlen(*(x.cuda() for x in inputs), segments, 0.125)
         exact = [x.double() for x in inputs]
         expected = reference.varlen_attention(*exact, segments_of(lengths), 0.125)
         torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
@@ -192,12 +107,12 @@ def agree_on_gpu(
 def test_the_host_does_not_wait_for_the_device() -> None:
     lengths = [700, 64, 1300]
     q, k, v = (x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(lengths, 8, 2, 64))
-    varlen_attention(q, k, v, segments_of(lengths, [1, 2, 3], "cuda"), 0.125).sum().backward()
+    attention_of(q).varlen(q, k, v, segments_of(lengths, [1, 2, 3], "cuda"), 0.125).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        varlen_attention(q, k, v, segments_of(lengths, [3, 1, 2], "cuda"), 0.125).sum().backward()
-        varlen_attention(q, k, v, segments_of(lengths, device="cuda"), 0.125, window=512).sum().backward()
-        block_attention(q, k, v, segments_of(lengths, device="cuda"), 0.125).sum().backward()
+        attention_of(q).varlen(q, k, v, segments_of(lengths, [3, 1, 2], "cuda"), 0.125).sum().backward()
+        attention_of(q).varlen(q, k, v, segments_of(lengths, device="cuda"), 0.125, window=512).sum().backward()
+        attention_of(q).block(q, k, v, segments_of(lengths, device="cuda"), 0.125).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

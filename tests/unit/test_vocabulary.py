@@ -1,7 +1,5 @@
 """Operations over the vocabulary: the kernels against their references, and these against brute force."""
 
-from collections.abc import Callable
-from functools import partial
 from itertools import cycle
 
 import pytest
@@ -13,10 +11,12 @@ pytest.importorskip("triton")
 
 import layer_reference as reference
 
+from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import Draws, Tree, new_tree
 from longspec.kernels.shared.watch import Watch
 from longspec.kernels.torch import trees, vocabulary
 from longspec.kernels.triton import logit_statistics, row_argmax, tree_growth
+from longspec.kernels.triton.backend import TritonBackend
 
 SIZES = [
     # batch, parents, width, vocabulary; a sub-chunk has 256 columns, a chunk 4096
@@ -59,28 +59,22 @@ def temperatures(batch: int, highest: float) -> Tensor | None:
     return None if highest == 1.0 else highest / torch.arange(1, batch + 1, dtype=torch.float64)
 
 
-def check_best(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
-    got = Tree(*(x.clone().to(device) for x in tree))
-    own = temperatures(len(logits), temperature)
-    tree_growth.grow_level(got, above, width, logits.to(device), None if own is None else own.to(device))
-    trees.grow_level(tree, above, width, logits, own)
-    check_same(got, tree)
-    return got
-
-
-def check_sampled(tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, device: str) -> Tree:
-    noise = torch.empty(logits.shape, dtype=torch.float64)
-    noise.exponential_(generator=torch.Generator().manual_seed(5))
+def check_level(
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, sampled: bool, device: str
+) -> Tree:
+    """The kernel's level equals torch's; with equal noise and the same q, where levels are sampled."""
+    noise = torch.empty(logits.shape, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(5))
     batch, parents, vocab = logits.shape
     got = Tree(*(x.clone().to(device) for x in tree))
     all_q = torch.full((batch, parents + 2, vocab), torch.nan, device=device)  # a row for other levels on each side
-    q = torch.empty(logits.shape)
+    q = torch.full(logits.shape, torch.nan)
     own = temperatures(batch, temperature)
+    draws = (Draws(noise.to(device), all_q[:, 1:-1]), Draws(noise, q)) if sampled else (None, None)
     on_device = None if own is None else own.to(device)
-    tree_growth.grow_level(got, above, width, logits.to(device), on_device, Draws(noise.to(device), all_q[:, 1:-1]))
-    trees.grow_level(tree, above, width, logits, own, Draws(noise, q))
+    tree_growth.grow_level(got, above, width, logits.to(device), on_device, draws[0])
+    trees.grow_level(tree, above, width, logits, own, draws[1])
     check_same(got, tree)
-    torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=2e-5)
+    torch.testing.assert_close(all_q[:, 1:-1].cpu(), q, atol=0, rtol=2e-5, equal_nan=not sampled)
     assert all_q[:, 0].isnan().all() and all_q[:, -1].isnan().all(), "rows of other levels changed"
     return got
 
@@ -97,9 +91,8 @@ def test_only_nodes_with_logits_get_children(device: str) -> None:
     """The two first of five nodes; the level starts after all five."""
     logits = random_logits(2, 2, 300)
     tree, above = half_grown(2, 5, 4, False)
-    got = check_best(tree, above, 4, logits, 1.0, device)
+    got = check_level(tree, above, 4, logits, 1.0, False, device)
     assert set(got.parents[:, above.stop :].flatten().tolist()) == {3, 4}
-
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,8 +102,8 @@ def test_a_level_equals_the_reference(sizes: tuple[int, ...], temperature: float
     """Tokens, parents, scores and visible nodes, for any size of the level and of the vocabulary. A sampled level, with
     equal noise, also in arrivals and q, of which no other row changes."""
     batch, parents, width, vocab = sizes
-    check = check_sampled if sampled else check_best
-    check(*half_grown(batch, parents, width, sampled), width, random_logits(batch, parents, vocab), temperature, device)
+    logits = random_logits(batch, parents, vocab)
+    check_level(*half_grown(batch, parents, width, sampled), width, logits, temperature, sampled, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,13 +142,13 @@ def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_levels_read_logits_of_half_precision(dtype: torch.dtype, device: str) -> None:
+def test_levels_read_logits_of_half_precision(dtype: torch.dtype, sampled: bool, device: str) -> None:
     """With distinct logits, because the kernel has its own order of equal ones."""
     values = torch.linspace(-20, 20, 150).to(dtype).unique()
     logits = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))].expand(1, 3, -1)
-    check_best(*half_grown(1, 3, 7, sampled=False), 7, logits, 0.7, device)
-    check_sampled(*half_grown(1, 3, 7, sampled=True), 7, logits, 0.7, device)
+    check_level(*half_grown(1, 3, 7, sampled), 7, logits, 0.7, sampled, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,8 +160,7 @@ def test_padding_has_no_parent(sampled: bool, device: str) -> None:
     tree.arrivals[:, above.start] = torch.inf
     logits = torch.full((2, 2, 600), -torch.inf)
     logits[..., [3, 300, 599]] = torch.tensor([0.0, -90.0, 1.0])
-    check = check_sampled if sampled else check_best
-    got = check(tree, above, 5, logits, 1.0, device)
+    got = check_level(tree, above, 5, logits, 1.0, sampled, device)
     level = slice(above.stop, above.stop + 5)
     assert (got.parents[:, level] == torch.tensor([4, 4, 4, -1, -1], device=device)).all()
     assert (got.visible[:, level][:, 3:].sum(-1) == 1).all(), "padding sees only itself"
@@ -196,57 +188,38 @@ def test_sampling_does_not_lose_improbable_paths(device: str) -> None:
     tree.scores[:, above] -= 500.0
     logits = random_logits(2, 3, 300)
     logits[..., 17] = 80.0
-    got = check_sampled(tree, above, 6, logits, 1.0, device)
+    got = check_level(tree, above, 6, logits, 1.0, True, device)
     assert got.arrivals[:, above.stop :].isfinite().all()
 
 
-Read = Callable[[Tensor, Tensor, Watch], Tensor]
-"""(logits, temperature, watch) -> tokens: an operation that reads logits and records faulty rows."""
-
-
-def read_by_growth(logits: Tensor, temperature: Tensor, watch: Watch, sampled: bool, torch_path: bool) -> Tensor:
-    """The tokens of a level grown from logits [B, 2, V]."""
-    tree, above = half_grown(len(logits), 2, 1, sampled)
+def tokens_of(backend: type[Backend], operation: str, logits: Tensor, temperature: Tensor, watch: Watch) -> Tensor:
+    """Tokens by an operation that reads logits [B, 2, V] and records faulty rows."""
+    if operation == "softmax":
+        return backend.softmax(logits, temperature, watch).argmax(-1)
+    if operation == "argmax":
+        return backend.argmax(logits / temperature[:, None, None].float(), watch=watch)
+    tree, above = half_grown(len(logits), 2, 1, operation == "sampled")
     tree = Tree(*(x.to(logits.device) for x in tree))
     noise = torch.ones(logits.shape, dtype=torch.float64, device=logits.device)
-    draws = Draws(noise, torch.empty(logits.shape, device=logits.device)) if sampled else None
-    grow_level = trees.grow_level if torch_path else tree_growth.grow_level
-    grow_level(tree, above, 1, logits, temperature, draws, watch)
+    draws = Draws(noise, torch.empty(logits.shape, device=logits.device)) if operation == "sampled" else None
+    backend.grow_level(tree, above, 1, logits, temperature, draws, watch)
     return tree.tokens[:, above.stop :]
 
 
-TORCH: dict[str, Read] = {
-    "softmax": lambda logits, temperature, watch: vocabulary.softmax(logits, temperature, watch).argmax(-1),
-    "argmax": lambda logits, temperature, watch: vocabulary.argmax(
-        logits / temperature[:, None, None].float(), watch=watch
-    ),
-    "best": partial(read_by_growth, sampled=False, torch_path=True),
-    "sampled": partial(read_by_growth, sampled=True, torch_path=True),
-}
-KERNELS: dict[str, Read] = {
-    "softmax": lambda logits, temperature, watch: logit_statistics.softmax(logits, temperature, watch).argmax(-1),
-    "argmax": lambda logits, temperature, watch: row_argmax.argmax(
-        logits / temperature[:, None, None].float(), watch=watch
-    ),
-    "best": partial(read_by_growth, sampled=False, torch_path=False),
-    "sampled": partial(read_by_growth, sampled=True, torch_path=False),
-}
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("reader", TORCH)
+@pytest.mark.parametrize("operation", ["softmax", "argmax", "best", "sampled"])
 @pytest.mark.parametrize("vocab", [1, 4100])
-def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, reader: str, device: str) -> None:
+def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, operation: str, device: str) -> None:
     """NaN, infinity, overflow by the temperature, and rows without a possible token, in kernels and in torch. The
     tokens stay within the vocabulary. Some logits of -inf are no fault."""
     for fault in (torch.nan, torch.inf, 3e38, -torch.inf, None):
         logits = random_logits(3, 2, vocab)
         if fault is not None:  # in the second of the last sequence's two rows
             logits[2, 1, slice(None) if fault == -torch.inf else vocab - 1] = fault
-        for read, own_logits in ((TORCH[reader], logits), (KERNELS[reader], logits.to(device))):
+        for backend, own_logits in ((Backend, logits), (TritonBackend, logits.to(device))):
             watch = Watch(torch.zeros(3, dtype=torch.long, device=own_logits.device), 2)
             temperature = torch.full((3,), 1e-2, dtype=torch.float64, device=own_logits.device)
-            tokens = read(own_logits, temperature, watch)
+            tokens = tokens_of(backend, operation, own_logits, temperature, watch)
             assert watch.faults.tolist() == [0, 0, 0 if fault is None else 2], fault
             assert tokens.min() >= 0 and tokens.max() < vocab, fault
 
@@ -267,35 +240,19 @@ def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
-def test_softmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
-    """Including chunks without a possible token, and probabilities down to 1e-38."""
+def test_softmax_and_statistics_equal_their_references(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Including chunks without a possible token, rows far from zero, and probabilities down to 1e-38."""
     logits = random_logits(2, 3, vocab, dtype).to(device)
     logits[0, 0, 4096:] = -torch.inf
     logits[0, 1, 1:] -= 80
-    warm = torch.tensor([0.7, 1.3]).double()
-    out = logit_statistics.softmax(logits, warm.to(device))
-    torch.testing.assert_close(out, vocabulary.softmax(logits, warm.to(device)), atol=1e-38, rtol=3e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 300, 8195])
-def test_log_sum_exp_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:
-    logits = random_logits(2, 3, vocab, dtype)
-    logits[0, 1] -= 40  # far from zero
-    found = logit_statistics.log_sum_exp(logits.to(device)).cpu()
-    torch.testing.assert_close(found, vocabulary.log_sum_exp(logits), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [1, 300, 8195])
-def test_logit_statistics_equal_their_reference(vocab: int, device: str) -> None:
-    """For plain logits and with noise."""
-    logits = random_logits(2, 3, vocab).to(device)
-    logits[0, 0, 4096:] = -torch.inf
+    logits[0, 2] -= 40
+    warm = torch.tensor([0.7, 1.3]).double().to(device)
+    out = logit_statistics.softmax(logits, warm)
+    torch.testing.assert_close(out, vocabulary.softmax(logits, warm), atol=1e-38, rtol=3e-5)
+    out = logit_statistics.log_sum_exp(logits)
+    torch.testing.assert_close(out, vocabulary.log_sum_exp(logits), atol=1e-5, rtol=1e-6)
     noise = torch.empty(logits.shape, dtype=torch.float64)
     noise = noise.exponential_(generator=torch.Generator().manual_seed(1)).to(device)
-    warm = torch.tensor([0.7, 1.3]).double().to(device)
     for draws in (None, noise):
         got = logit_statistics.logit_statistics(logits, warm, draws)
         torch.testing.assert_close(got, reference.logit_statistics(logits, warm, draws), atol=1e-5, rtol=1e-5)

@@ -1,21 +1,19 @@
 """The backend of a CPU in float32: compiled functions for few tokens, torch for more and for everything else."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspec.kernels.backend import Backend
 from longspec.kernels.native import operations
 from longspec.kernels.native.operations import MOST_QUERIES, MOST_TOKENS, Stores, attention
 from longspec.kernels.shared.attention import Attend
-from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlots
-from longspec.kernels.torch.attention import SdpaAttention
-from longspec.kernels.torch.backend import TorchBackend
-from longspec.kernels.torch.layers import TorchStream
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
+from longspec.kernels.torch.attention import DecodingAttention
+from longspec.kernels.torch.layers import ResidualStream
 
 
-class NativeAttention(SdpaAttention):
+class NativeAttention(DecodingAttention):
     """Decoding attention on the functions of `kernels.native`."""
 
     name = "native"
@@ -58,9 +56,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _stream(hidden: Tensor, eps: float) -> ResidualStream:
-    """See `Backend.stream`."""
     is_small = hidden.shape[0] * hidden.shape[1] <= MOST_TOKENS
-    return _NativeStream(hidden, eps) if is_small else TorchStream(hidden, eps)
+    return _NativeStream(hidden, eps) if is_small else ResidualStream(hidden, eps)
 
 
 class _NativeStream(ResidualStream):
@@ -68,7 +65,6 @@ class _NativeStream(ResidualStream):
 
     def __init__(self, hidden: Tensor, eps: float) -> None:
         super().__init__(hidden.contiguous(), eps)
-        # Positions and slots are the same in all layers, and so are these.
         self.positions: Tensor | None = None
         """LongTensor [B, N]"""
         self.places: Tensor | None = None
@@ -102,7 +98,7 @@ class _NativeStream(ResidualStream):
         return self.positions
 
 
-class NativeBackend(TorchBackend):
+class NativeBackend(Backend):
     """Layers on compiled functions, all else on torch."""
 
     name = "native"

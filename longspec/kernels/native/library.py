@@ -1,7 +1,5 @@
 """Compiles `decoding.c` for this machine's CPU and loads it. The compiled file is kept in the user's cache."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

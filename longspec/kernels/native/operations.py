@@ -3,8 +3,6 @@
 A token's results do not depend on the other tokens of a call. `runs_native` says whether they run here.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import NamedTuple
 

@@ -38,10 +38,8 @@ def describe_gpu(device: torch.device) -> Gpu:
 
 
 def gpu_generation(device: torch.device) -> int:
-    """Major compute capability of an NVIDIA GPU; 0 for every other device.
-
-    torch reports AMD GPUs as CUDA devices with capabilities on another scale: an MI300 has 9.4.
-    """
+    """Major compute capability of an NVIDIA GPU; 0 for every other device. torch reports AMD GPUs as CUDA devices with
+    capabilities on another scale: an MI300 has 9.4."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return torch.cuda.get_device_capability(device)[0]

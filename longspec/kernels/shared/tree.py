@@ -1,7 +1,5 @@
 """The tree of proposed tokens that a draft grows level by level."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -26,10 +24,8 @@ class Tree(NamedTuple):
     """Arrival time of the path to each node, fp64 [B, N]; used by sampled trees only."""
 
     def enter_level(self, above: slice, parent: Tensor, token: Tensor, score: Tensor, exists: Tensor) -> None:
-        """Write the level after the nodes `above`.
-
-        All arguments are [B, width]: parent counts from the first node of `above`; exists is False for padding.
-        """
+        """Write the level after the nodes `above`. All arguments are [B, width]: parent counts from the first node of
+        `above`; exists is False for padding."""
         level = slice(above.stop, above.stop + token.shape[1])
         node = parent + above.start
         rows = torch.arange(len(token), device=token.device)[:, None]

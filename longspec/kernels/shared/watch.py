@@ -1,7 +1,5 @@
 """A record of the sequences whose logits define no distribution, written by the kernels that read the logits."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Parents precede their children, so one pass in order meets the children of each node of a path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +15,12 @@ START = (np.float64(0), np.float64(1), np.float64(1))
 
 
 def follow_choices(tokens: Tensor, parents: Tensor, choice: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Backend.follow_choices`."""
+    """Descend from the root while some child's token is the target's choice at its parent.
+
+    tokens, parents, choice: LongTensor [B, N]; parents precede their children, -1 for no parent. depth: that of the
+    tree. Returns the path [B, depth + 1], which repeats its last node, the number of steps [B], and the choice at the
+    last node [B], the bonus token.
+    """
     paths = []
     for row_tokens, row_parents, row_choice in zip(tokens.tolist(), parents.tolist(), choice.tolist(), strict=True):
         nodes = [0]
@@ -39,7 +42,16 @@ def reject_children(
     q_rows: Tensor | None = None,
     certain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Backend.reject_children`."""
+    """Descend from the root to the first child that passes, as long as there is one (see `inference.acceptance`).
+
+    tokens, parents: LongTensor [B, N]; parents precede their children, -1 for no parent. q [B, inner nodes, V]: the
+    distribution from which the children of each inner node were sampled. p [B, N, V]: the target's distribution. coins
+    fp64 [B, N]: uniform in [0, 1). depth: that of the tree. q_rows LongTensor [B, N]: the row of q that belongs to each
+    node; None if row i belongs to node i. certain bool [B, N]: nodes that were not drawn from q; None for no node.
+
+    Returns the path [B, depth + 1], which repeats its last node, the number of steps [B], and the residual [B, V],
+    proportional to the distribution of the bonus token. May overwrite p and q.
+    """
     certain = torch.zeros_like(tokens, dtype=torch.bool) if certain is None else certain
     q_rows = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if q_rows is None else q_rows
     lists = zip(*(x.tolist() for x in (tokens, parents, certain, q_rows)), strict=True)

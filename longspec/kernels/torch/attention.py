@@ -1,4 +1,9 @@
-"""Decoding attention on torch's scaled_dot_product_attention, for any device and dtype."""
+"""The interface of decoding attention, and it on torch's scaled_dot_product_attention, for any device and dtype.
+
+Shape letters are those of CONTRIBUTING.md; W is the window of the draft, M the number of nodes of its tree so far.
+q is [B, H, N, D]; k and v are [B, K, S, D] with a contiguous last dimension; outputs are [B, H, N, D] in q's dtype.
+`lengths` is int [B]: the prefix of sequence b is in slots 0 … lengths[b] - 1. A query that sees no key gets 0.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,20 +13,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from longspec.kernels.shared.attention import Attend, DecodingAttention
+from longspec.kernels.shared.attention import Attend
 
 FOLD_LIMIT = 32
 """Largest number of queries for which the query heads of a group become rows of their KV head. For few queries this is
 faster on the CPU."""
 
 
-class SdpaAttention(DecodingAttention):
-    """Decoding attention on torch; reads `lengths` on the host."""
+class DecodingAttention:
+    """The attention of a backend. Slots after the used ones may hold anything, NaN included, without effect on a
+    result. This one runs on torch and reads `lengths` on the host."""
 
     name = "sdpa"
+    """Kernels that read the prefix: "flash", "triton", "native", "sdpa" or "deterministic"."""
     capturable = False
+    """Whether a CUDA graph may capture the calls, because no value of `lengths` is read on the host."""
 
     def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
+        """Attention of a verification pass, to be called once per layer: each query sees the whole prefix of its
+        sequence and, under `tree_mask`, nodes of the tree.
+
+        The keys of the M nodes are already in slots lengths[b] … lengths[b] + M - 1. tree_mask is bool [B, N, M], True
+        where query i sees key node j; the queries of a verification pass are the M nodes. (LongSpec, arXiv 2502.17421:
+        hybrid tree attention.)
+        """
         counts = lengths.tolist()
         nodes = tree_mask.shape[2]
         masks: dict[int, _Mask | None] = {}
@@ -40,6 +55,8 @@ class SdpaAttention(DecodingAttention):
         return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+        """The draft's cross-attention: each query sees the whole prefix of its sequence, which may be empty."""
+
         def at_length(length: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if length == 0:
                 return torch.zeros_like(q)
@@ -50,38 +67,46 @@ class SdpaAttention(DecodingAttention):
     def window(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
     ) -> Tensor:
+        """The draft's self-attention: N nodes of one level see a ring buffer of accepted tokens and nodes of the tree.
+
+        k and v [B, K, W + M, D] are finite. Slot s < W holds the newest position p < lengths[b] with p % W == s, and
+        slot W + j holds node j. The queries are at position lengths[b] + level. They see position p if p >= 0 and
+        p >= lengths[b] + level - W, and node j where tree_mask, bool [B, N, M], is True.
+        """
         # Rows need no grouping by length here: all W + M slots are finite.
         window = k.shape[2] - tree_mask.shape[2]
         visible = buffer_visible(lengths, level, window, q.shape[2])
-        return masked_sdpa(q, k, v, torch.cat([visible, tree_mask], 2), scale)
+        return self.masked(q, k, v, torch.cat([visible, tree_mask], 2), scale)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return masked_sdpa(q, k, v, mask, scale)
+        """Attention to all S slots, which are finite, where mask, bool [B, N, S], is True. Differentiable on torch."""
+        return _sdpa(q, k, v, _new_mask(mask, q, k), scale)
+
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
+        """Causal attention of a captured pass over N more tokens of n sequences, to be called once per layer. None if
+        the backend has no kernel for it.
+
+        rows, ends: int32 [n]. Sequence b is in row rows[b] of the cache k, v [B, K, S, D], which is finite. The keys of
+        its N tokens are already in slots ends[b] - N … ends[b] - 1; slots beyond S must not be needed.
+        """
+        return None
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return causal_prefill(q, k, v, scale)
+        """Causal attention of a chunk of the prompt: the N queries belong to the last N of the S slots. On CUDA torch's
+        fused kernels run, which need no [N, S] mask."""
+        nodes, slots = q.shape[2], k.shape[2]
+        if not q.is_cuda and nodes < slots:
+            bias = q.new_full((1, nodes, slots), -torch.inf).triu_(slots - nodes + 1)
+            return _sdpa(q, k, v, _Mask(_folded(bias, q, k)), scale)
 
+        # The only fused kernel that takes fp32 does not take grouped heads.
+        if q.is_cuda and q.dtype == torch.float32:
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
 
-def causal_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """`DecodingAttention.prefill` on torch. On CUDA its fused kernels run, which need no [N, S] mask."""
-    nodes, slots = q.shape[2], k.shape[2]
-    if not q.is_cuda and nodes < slots:
-        bias = q.new_full((1, nodes, slots), -torch.inf).triu_(slots - nodes + 1)
-        return _sdpa(q, k, v, _Mask(_folded(bias, q, k)), scale)
-
-    # The only fused kernel that takes fp32 does not take grouped heads.
-    if q.is_cuda and q.dtype == torch.float32:
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-
-    bias = causal_lower_right(nodes, slots)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
-
-
-def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention to all S slots, which must be finite, where mask, bool [B, N, S], is True. Differentiable."""
-    return _sdpa(q, k, v, _new_mask(mask, q, k), scale)
+        bias = causal_lower_right(nodes, slots)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
 
 
 def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
@@ -95,10 +120,8 @@ def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tens
 def _by_length(
     attend: Callable[..., Tensor], counts: list[int], nodes: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 ) -> Tensor:
-    """Call attend(length, q, k, v, *others) for the sequences of each length together.
-
-    k and v are cut after the first length + `nodes` slots, so that no later one is read.
-    """
+    """Call attend(length, q, k, v, *others) for the sequences of each length together. k and v are cut after the first
+    length + `nodes` slots, so that no later one is read."""
     if len(set(counts)) == 1:
         used = counts[0] + nodes
         return attend(counts[0], q, k[:, :, :used], v[:, :, :used], *others)

@@ -1,36 +1,33 @@
 """The layers in plain torch: few calls between two products."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlots
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 
 
 def embed(table: Tensor, tokens: Tensor) -> Tensor:
-    """See `Backend.embed`."""
+    """The rows [B, N, hidden] of a contiguous table [V, hidden] for tokens [B, N]."""
     return F.embedding(tokens, table)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Backend.linear`."""
+    """x @ weight.T + bias, x contiguous [B, N, in]: [B, N, out]."""
     return F.linear(x, weight, bias)
 
 
-def stream(hidden: Tensor, eps: float) -> ResidualStream:
-    """See `Backend.stream`."""
-    return TorchStream(hidden, eps)
+class ResidualStream:
+    """Hidden states [B, N, hidden] that the layers of a pass add to; `hidden` is changed in place.
 
-
-class TorchStream(ResidualStream):
-    """On torch's own operations."""
+    A stream serves one pass, so positions and slots are the same in all layers. This one runs on torch's operations.
+    """
 
     linear = staticmethod(linear)
 
     def __init__(self, hidden: Tensor, eps: float) -> None:
-        super().__init__(hidden, eps)
+        """eps: the epsilon of every RMSNorm in the pass."""
+        self.hidden, self.eps = hidden, eps
         # Positions and slots are the same in all layers, and so are these.
         self.rotation: tuple[Tensor, Tensor] | None = None
         """cos [B, N, 1, D] at the tokens' positions, and sin with its first half negated."""
@@ -38,17 +35,36 @@ class TorchStream(ResidualStream):
         """LongTensors [T]: row of the cache and slot of each token that has a slot, and its number below B · N; None
         if all have slots."""
 
+    def current(self) -> Tensor:
+        """A copy of the hidden states with all that was added so far."""
+        return self.hidden.clone()
+
     def normed(self, norm: Tensor) -> Tensor:
+        """RMSNorm of the stream with weight `norm`: [B, N, hidden]."""
         return _rms_norm(self.hidden, norm, self.eps)
 
+    def project(self, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """linear(RMSNorm(stream)): [B, N, out]."""
+        return self.linear(self.normed(norm), weight, bias)
+
     def project_gated(self, norm: Tensor, weight: Tensor) -> Tensor:
+        """silu(gate) · up of RMSNorm(stream); weight [2·I, hidden], gates first: [B, N, I]."""
         gate, up = self.linear(self.normed(norm), weight).chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def add(self, x: Tensor) -> None:
+        """stream += x, [B, N, hidden] or, the same for all tokens of a row, [B, 1, hidden]."""
+        self.hidden.add_(x)
+
     def add_product(self, x: Tensor, weight: Tensor, last: bool = False) -> None:
+        """stream += x @ weight.T, x [B, N, in]. last: no norm follows."""
         self.add(self.linear(x, weight))
 
     def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
+        """Write the keys and values of a merged projection [B, N, (H + 2K)·D] to the cache.
+
+        Returns the rotated queries [B, H, N, D].
+        """
         kv_heads, head_dim = slots.keys.shape[1], slots.keys.shape[3]
         heads = qkv.unflatten(-1, (-1, head_dim))
         q_heads = heads.shape[2] - 2 * kv_heads
@@ -70,6 +86,7 @@ class TorchStream(ResidualStream):
         return q.transpose(1, 2)
 
     def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
+        """Rotary embedding of q, contiguous [B, N, H·D]: [B, H, N, D]."""
         return self._rotated(q.unflatten(-1, (-1, head_dim)), slots).transpose(1, 2)
 
     def _rotated(self, heads: Tensor, slots: TokenSlots) -> Tensor:

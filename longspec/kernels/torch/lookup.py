@@ -1,7 +1,5 @@
 """Plain torch: continuations of earlier occurrences of the newest tokens, and how often they were right."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,11 @@ def longest_matches(history: Tensor, lengths: Tensor, longest: int, chains: int)
 
 
 def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Tensor, prior_weight: float) -> None:
-    """See `Backend.extend_branches`."""
+    """Count the hits of the former lookup branches, and replace them by those below a new root, in place.
+
+    root: LongTensor [B], the newest tokens, at positions lengths [B]; written to the history. sizes: LongTensor [K],
+    tokens per branch, at most D. K is 1 or 2. prior_weight: number of trials that the priors count as.
+    """
     newest_position = lengths[:, None].long()
     state.history.scatter_(1, newest_position, root[:, None])
     longest = state.hits.shape[1]

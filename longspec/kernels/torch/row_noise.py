@@ -5,8 +5,6 @@ A row gets the same numbers in any batch. Number i of a row is
 in 64-bit integers, where mix is the finalizer of SplitMix64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +18,13 @@ SECOND_FACTOR = 0x94D049BB133111EB
 def row_noise(
     seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None, first: int = 0
 ) -> Tensor:
-    """See `Backend.row_noise`."""
+    """Random numbers, fp64 [B, *shape], that depend on seed, position and stream of their row alone.
+
+    Without `constant` they are uniform in [0, 1), multiples of 2^-53. With it, bool [B], they are exponential of rate
+    1, with a resolution of 2^-53, and 1 in rows where it is True. seeds: LongTensor [B], all 64 bits count. positions:
+    int [B], at least 0. stream: distinguishes several draws at one position. first: number of the first one, so that
+    the numbers of a stream can be taken in parts. The bits are the same on all backends.
+    """
     bits = _bits(seeds, positions, stream, shape, first)
     if constant is None:
         return _shift(bits, 11).double() * 2.0**-53

@@ -1,7 +1,5 @@
 """Growth of a tree, selection of its nodes and compaction of the KV cache in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,20 @@ def grow_level(
     watch: Watch | None = None,
     ids: Tensor | None = None,
 ) -> None:
-    """See `Backend.grow_level`."""
+    """Grow the level after `above` by `width` continuations: all pairs of a parent and a token are candidates.
+
+    Without draws, these are the candidates with the most probable paths, best first. With draws, they are sampled
+    without replacement, in the order of the draws: each path arrives after an exponential time whose rate is its
+    probability; the first child of a parent arrives with the parent, and by the memorylessness of the exponential
+    distribution the others follow at independent times (the Gumbel top-k trick on a tree, arXiv 1903.06059). Hence the
+    children of one parent, in their order, are draws from its q without replacement, for any number of children.
+
+    above: node numbers of the last level. logits [B, n, V]: at each node of that level or, without draws, at its first
+    n nodes, which alone get children; divided by temperature, fp64 [B], where None is 1.
+
+    ids: LongTensor [B, C], the token of each column of logits and noise [B, n, C]; None if columns are tokens. Columns
+    with a logit other than -inf have distinct tokens. q is then 0 for tokens without a column.
+    """
     if draws is None:
         _grow_most_probable(tree, above, width, logits, temperature, watch)
     elif ids is None:
@@ -53,13 +64,7 @@ def _grow_most_probable(
 
 
 def _grow_sampled(
-    tree: Tree,
-    above: slice,
-    width: int,
-    logits: Tensor,
-    temperature: Tensor | None,
-    draws: Draws,
-    watch: Watch | None,
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor | None, draws: Draws, watch: Watch | None
 ) -> None:
     vocab = logits.shape[-1]
     noise, q = draws
@@ -80,7 +85,13 @@ def _grow_sampled(
 def select_nodes(
     tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
 ) -> SelectedNodes:
-    """See `Backend.select_nodes`."""
+    """The best `nodes` nodes of a tree of M nodes and its branches.
+
+    levels: LongTensor [M], the depth of the tree's nodes, which are numbered level by level. by_arrival: whether the
+    tree was sampled. The branches' nodes are then all selected, and there must be fewer than `nodes` of them. A node of
+    the tree with the same path as a branch's node is absorbed by it: it is not selected a second time, and its children
+    follow the node of the branch.
+    """
     priority = -tree.arrivals if by_arrival else tree.scores
     priority = priority.where(priority == priority, -torch.inf)  # NaN has no place in an order
     # Rounding can make a child look better than its parent.
@@ -112,11 +123,9 @@ def select_nodes(
 def _merge_branches(
     pool: SelectedNodes, priority: Tensor, branches: Branches, by_arrival: bool
 ) -> tuple[SelectedNodes, Tensor]:
-    """The root, the nodes of all branches and those of the tree in one pool, and their priorities [B, K * D + M].
-
-    Nodes of the tree with the same path as a branch's node are absorbed by it: they turn into padding, and their
-    children follow that node. The pool's parents and ranks are not filled in.
-    """
+    """The root, the nodes of all branches and those of the tree in one pool, and their priorities [B, K * D + M]. Nodes
+    of the tree with the same path as a branch's node are absorbed by it: they turn into padding, and their children
+    follow that node. The pool's parents and ranks are not filled in."""
     batch, chains, depth = branches.tokens.shape
     exists = (branches.scores > -torch.inf).flatten(1)
     branch_tokens = branches.tokens.flatten(1)
@@ -177,7 +186,10 @@ def _merged_visible(in_tree: Tensor, keeps: Tensor, followed: Tensor, exists: Te
 
 
 def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts: Tensor) -> None:
-    """See `Backend.compact`."""
+    """Move slot lengths[b] + path[b, j] to slot lengths[b] + j for j < counts[b], in place.
+
+    keys, values: contiguous [L, B, K, S, D]. lengths, counts: int [B]. path: int [B, J], increasing from 0.
+    """
     rows = torch.arange(len(lengths), device=keys.device)[:, None]
     step = torch.arange(path.shape[1], device=keys.device)
     source = lengths[:, None] + torch.where(step < counts[:, None], path, step)

@@ -64,11 +64,6 @@ class Segments:
         return max(self.lengths)
 
     @cached_property
-    def common_lag(self) -> int | None:
-        """The lag of all segments; None if they differ."""
-        return self.lags[0] if len(set(self.lags)) == 1 else None
-
-    @cached_property
     def query_bounds(self) -> Tensor:
         """First token of each segment, then N; int32 [M + 1] on the device."""
         return upload(torch.tensor(self.bounds, dtype=torch.int32), self.device)

@@ -89,7 +89,7 @@ class FlashAttention(PaddedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
     ) -> Tensor:
         segments.check(len(q))
-        lag = segments.common_lag
+        lag = segments.lags[0] if len(set(segments.lags)) == 1 else None
         # A window counts from one lag for all segments.
         if not segments.keys.longest or (window is not None and (lag is None or lag > window)):
             return super().varlen(q, k, v, segments, scale, window)
@@ -137,10 +137,8 @@ def _run(
 
 
 def _visible(k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The keys and values that some query sees.
-
-    With a lag, the last ones of each segment are dropped, so that the ends of queries and keys align.
-    """
+    """The keys and values that some query sees. With a lag, the last ones of each segment are dropped, so that the ends
+    of queries and keys align."""
     rows = segments.keys.rows
     return (k, v) if rows is None else (k.index_select(0, rows), v.index_select(0, rows))
 
@@ -278,11 +276,9 @@ class _BlockFlash(torch.autograd.Function):
 
 
 def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """Each distance 1 … BLOCK - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider.
-
-    The key at that distance is visible to the query at offset i if it is in an earlier block, i % BLOCK < distance, and
-    the query is not in the first block. Other scores are -inf.
-    """
+    """Each distance 1 … BLOCK - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider. The key at that
+    distance is visible to the query at offset i if it is in an earlier block, i % BLOCK < distance, and the query is
+    not in the first block. Other scores are -inf."""
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     for distance in range(1, BLOCK):
         scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale

@@ -28,19 +28,14 @@ class PaddedAttention:
     def varlen(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
     ) -> Tensor:
-        """Causal attention within each segment, optionally with a window and a lag per segment.
-
-        The query at offset i of a segment sees the keys at offsets i - window … i - lag. (Flash noisy training is a lag
-        without a window.) Returns [N, H, D]; a query that sees no key gets 0. Raises ValueError unless the segments
-        cover N tokens.
-        """
+        """Causal attention within each segment, optionally with a window and a lag per segment. The query at offset i
+        of a segment sees the keys at offsets i - window … i - lag. (Flash noisy training is a lag without a window.)
+        Returns [N, H, D]; a query that sees no key gets 0. Raises ValueError unless the segments cover N tokens."""
         return _run(q, k, v, segments, scale, window)
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        """GLIDE's block cross-attention: query i of a segment sees the keys j with j // BLOCK < i // BLOCK.
-
-        Errors as in `varlen`; lags are ignored. The first block of a segment sees no key and gets 0.
-        """
+        """GLIDE's block cross-attention: query i of a segment sees the keys j with j // BLOCK < i // BLOCK. Errors as
+        in `varlen`; lags are ignored. The first block of a segment sees no key and gets 0."""
         # Every key at a distance of BLOCK or more is visible. The queries start one block late, so "key block < query
         # block" becomes "key block <= query block".
         return _run(q, k, v, segments.all_lagging(BLOCK), scale, block=BLOCK)
@@ -90,10 +85,8 @@ def _gather(x: Tensor, rows: Tensor) -> Tensor:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None, block: int) -> Tensor:
     """Attention where query i sees the keys j with j // block <= i // block and j >= i - reach (None: all of these).
-
     Under a mask, it runs in chunks of queries. Backward recomputes a chunk that reads all earlier keys, so that memory
-    is linear in the length.
-    """
+    is linear in the length."""
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     length = q.shape[2]
     if block == 1 and (reach is None or length <= reach + 1):

@@ -12,17 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from longspec.kernels.shared.attention import (
-    Attend,
-    AttendToken,
-    DecodingAttention,
-    PagedPrefix,
-    PagedTree,
-    PrefixParts,
-)
+from longspec.kernels.shared.attention import Attend, PagedPrefix, PagedTree, PrefixParts
 from longspec.kernels.shared.device import Gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
-from longspec.kernels.torch.attention import causal_prefill
+from longspec.kernels.torch.attention import DecodingAttention
 from longspec.kernels.triton.attention_tiles import (
     Tiles,
     count_splits,
@@ -71,9 +64,6 @@ class TritonAttention(DecodingAttention):
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return causal_prefill(q, k, v, scale)
-
     def prefix_pass(self, lengths: Tensor) -> PrefixPass:
         """The prefix kernel at these lengths, to be called once per layer."""
 
@@ -107,7 +97,7 @@ class TritonAttention(DecodingAttention):
         return count_splits(programs, slots, at_once * self.gpu.multiprocessors)
 
 
-class _OneToken(AttendToken):
+class _OneToken:
     """Attention of a pass of one token per sequence, which sees the prefix and itself."""
 
     def __init__(self, attend: Attend, lengths: Tensor, gpu: Gpu) -> None:
@@ -119,6 +109,10 @@ class _OneToken(AttendToken):
         return self.attend(q, k, v, scale)
 
     def project(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None, scale: float) -> Tensor:
+        """`ResidualStream.rotate_and_store`, then attention: [B, 1, H·D].
+
+        qkv: contiguous [B, 1, (H + 2K)·D]. slots: without `rows`, so that sequence b is in row b of the cache.
+        """
         batch, kv_heads, capacity, head_dim = slots.keys.shape
         if self.arrivals is None:
             self.arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=qkv.device)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longspec.kernels.backend import OUTSIDE
+from longspec.kernels.torch.vocabulary import OUTSIDE
 
 BLOCK = 4096
 """Columns per step of the loop."""

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.kernels.shared.residual import HeadNorms, ResidualStream, TokenSlots
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.kernels.triton.skinny_product import MAX_ROWS, skinny_product, split_product
 from longspec.kernels.triton.vector_product import is_narrow, vector_product
