@@ -53,7 +53,7 @@ def check(config: TrainConfig) -> None:
     if config.optimizer == "muon":
         _check_muon(config)
     _check_data_files(config)
-    _check_output_dir(config.output_dir)
+    _require(config.output_dir.strip() != "", "output_dir", "must name a folder", config.output_dir)
 
 
 def _check_numbers(config: TrainConfig) -> None:
@@ -139,22 +139,11 @@ def _real_files(key: str, files: Any) -> set[str]:
     return {os.path.realpath(file) for file in data_files(files)}
 
 
-def _check_output_dir(folder: str) -> None:
-    _require(folder.strip() != "", "output_dir", "must name a folder", folder)
-    output = Path(folder)
-    with os_errors(f"config key output_dir: {output} cannot be used"):
-        exists = output.exists()
-    if exists:
-        _require(output.is_dir(), "output_dir", "must be a folder", folder)
-        _require(os.access(output, os.W_OK), "output_dir", "must be writable", folder)
-
-
 def make_output_dir(config: TrainConfig) -> None:
     """Create the output folder if it is missing. Raises UserError if that fails."""
     output = Path(config.output_dir)
     with os_errors(f"config key output_dir: {output} cannot be created"):
         output.mkdir(parents=True, exist_ok=True)
-    _require(os.access(output, os.W_OK), "output_dir", "must be writable", config.output_dir)
 
 
 def _require(condition: bool, key: str, problem: str, value: object) -> None:

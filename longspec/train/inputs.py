@@ -129,29 +129,14 @@ def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tens
 def _make_aligner(number: int, entry: Any) -> Aligner:
     """The aligner of entry `number` of data.aligners. Only functions of `longspec.data.aligners` are called."""
     key = f"config key data.aligners[{number}]"
-    if others := sorted(target for target in _targets(entry) if target not in ALIGNERS):
-        raise UserError(f"{key}: _target_ must be one of {', '.join(ALIGNERS)}, not {others[0]!r}")
+    function = entry.get("_target_") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict) or function not in ALIGNERS:
+        raise UserError(f"{key}: must have one of {', '.join(ALIGNERS)} as _target_, not {function!r}")
     try:
-        aligner = hydra.utils.instantiate(entry)
+        # Not recursive, because nested entries could name any function.
+        return hydra.utils.instantiate(entry, _recursive_=False)
     except InstantiationException as error:
         raise UserError(f"{key}: cannot make an aligner ({first_line(error.__cause__ or error)})") from error
-    if not callable(aligner):
-        raise UserError(f"{key}: must be an entry with _target_, not {entry!r}")
-    return aligner
-
-
-def _targets(entry: Any) -> list[str]:
-    """Every `_target_` in a configuration entry, at any depth, because Hydra also calls nested ones."""
-    targets = []
-    if isinstance(entry, dict):
-        if "_target_" in entry:
-            targets.append(str(entry["_target_"]))
-        # Aligners may be nested in lists and mappings of arguments.
-        entry = list(entry.values())
-    if isinstance(entry, list):
-        for part in entry:
-            targets += _targets(part)
-    return targets
 
 
 def _eos_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> int:

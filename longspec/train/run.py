@@ -14,7 +14,7 @@ import torch.distributed as dist
 from longspec.errors import reports_user_errors
 from longspec.locks import FolderLock
 from longspec.models.target_cache import resolve_target
-from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_rank
+from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_ranks
 from longspec.ranks.peers import watched
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, saved_draft
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     signals.
     """
     # Before anything else that may log.
-    setup_logging(launched_rank())
+    setup_logging(launched_ranks()[0])
     with Termination(at_once=True) as termination:
         with watched(termination) as watch:
             start_ranks()
