@@ -1,7 +1,6 @@
 """The data pipeline, from JSONL files to rows of token ids."""
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,12 +28,10 @@ class RowDataset(torch.utils.data.Dataset[list[Segment]]):
     Item r is a list of segments (`input_ids` int64 [T] and `prompt_length`) with at most max_length tokens in total.
     """
 
-    def __init__(self, samples: Dataset, rows: packing.Rows, digests: Sequence[lines.FileDigest] = ()):
-        """digests: the data files in order, with the digests of the bytes that were tokenized."""
+    def __init__(self, samples: Dataset, rows: packing.Rows):
         self.samples = samples.with_format("numpy", columns=["input_ids", "prompt_length"])
         self.names = samples.with_format(None, columns=["id"])
         self.rows = rows
-        self.digests = digests
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,10 +66,9 @@ def build_dataset(
     if list(tokenize.aligners[-1:]) != [common_form_aligner()]:
         raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
     digests = lines.content_digests(files)
-    index = lines.index_lines(digests, num_proc, cache_dir)
-    if unread := tokenize.unread(index.select(range(min(len(index), FIRST_LINES)))):
+    if unread := tokenize.unread(lines.first_lines(digests, FIRST_LINES)):
         logger.info(unread_note(unread))
-    samples = tokenize.table(index, num_proc, cache_dir)
+    samples = tokenize.table(digests, num_proc, cache_dir)
 
     # From here on only numbers are in memory; the tokens stay in the mapped table.
     lengths = np.asarray(samples.data.column("length"))
@@ -82,20 +78,20 @@ def build_dataset(
         rows = packing.Rows(kept[packed.samples], packed.starts)
     else:
         rows = packing.Rows(kept, np.arange(len(kept) + 1))
-    _log_counts(len(index), lengths, len(rows), tokenize.max_length)
-    return RowDataset(samples, rows, digests)
+    _log_counts(lengths, len(rows), tokenize.max_length)
+    return RowDataset(samples, rows)
 
 
-def _log_counts(record_count: int, lengths: np.ndarray, row_count: int, max_length: int) -> None:
-    """Log how many records were used and left out. Raises UserError if none is left."""
+def _log_counts(lengths: np.ndarray, row_count: int, max_length: int) -> None:
+    """Log how many samples were used and left out. Raises UserError if none is left."""
     no_answer = int((lengths == NO_ANSWER).sum())
     no_room = int((lengths == NO_ROOM).sum())
     left_out = (
         f"left out: {no_answer} with an empty answer or text, {no_room} with a prompt of {max_length} tokens or more"
     )
     if not row_count:
-        raise UserError(f"none of the {record_count} records is usable ({left_out}); check the data and max_length")
+        raise UserError(f"no record is usable ({left_out}); check the data and max_length")
     kept = lengths[lengths > 0]
-    logger.info("%d records -> %d samples of %d tokens (%s)", record_count, len(kept), kept.sum(), left_out)
+    logger.info("%d samples of %d tokens (%s)", len(kept), kept.sum(), left_out)
     capacity = row_count * max_length
     logger.info("%d rows of %d tokens, %.1f%% filled", row_count, max_length, 100 * kept.sum() / capacity)

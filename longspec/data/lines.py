@@ -1,33 +1,24 @@
-"""Data files and their lines: content digests, and a table that gives random access to all lines."""
-
-from __future__ import annotations
+"""Data files: their content digests, and their lines in chunks."""
 
 import glob
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from longspec.digests import content_hash, file_digests
 from longspec.errors import UserError
-from longspec.extras import extra
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 Files = str | Path | Iterable[str | Path]
 """One or more files, folders or glob patterns."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""
-VERSION = 2
-"""Version of the cached tables. Increase it when the columns of lines or the digests of tables change."""
-LINE_COLUMNS = {"file": "string", "line": "int64", "start": "int64", "digest": "int64"}
-"""Columns of the table of lines (see `index_lines`)."""
+LINES_PER_CHUNK = 64
+"""Lines that are tokenized together. Long documents are held in memory as Python integers."""
+Line = tuple[str, int, bytes]
+"""A line's file, its number from 1, and its bytes."""
 
 
 def data_files(files: Files) -> list[str]:
@@ -57,108 +48,63 @@ def _matching_files(name: str) -> list[str]:
     return sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
 
 
-class FileDigest(NamedTuple):
-    """One data file and the digest of its content."""
-
-    path: str
-    """Absolute path, without resolving symbolic links."""
-    digest: str
-    """BLAKE2b of the file's bytes, 128 bits as 32 hex digits."""
-
-
-def content_digests(files: Files) -> list[FileDigest]:
-    """The digest of each data file, in the order of `data_files(files)`.
+def content_digests(files: Files) -> list[list[str]]:
+    """The absolute path and the digest of each data file, in the order of `data_files(files)`.
 
     Every byte is read, because neither size nor modification time proves that a file is unchanged. Two lists describe
     the same data if their digests are equal in order; paths do not matter. Raises UserError for a missing or unreadable
     file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
-    return list(map(FileDigest, paths, file_digests(paths)))
+    return [list(entry) for entry in zip(paths, file_digests(paths), strict=True)]
 
 
-def index_lines(digests: Sequence[FileDigest], num_proc: int = 1, cache_dir: str | None = None) -> Dataset:
-    """A memory-mapped table of all non-blank lines of the files that `content_digests` returned.
-
-    Columns: `file`, `line` (from 1), `start` (byte offset) and `digest`, 64 bits over path, line number and the line's
-    bytes. Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028. The table
-    is cached by the files' paths and content digests. Raises UserError if all lines are blank, a file has changed since
-    it was digested, or the package datasets is missing.
-    """
-    with extra("train"):
-        from datasets import Dataset, Features, Value
-        from datasets.exceptions import DatasetGenerationError
-
-    from longspec.data.cache import cache_folder, cached_table
-
-    # Only the first line is read, so its file cannot be compared with its digest yet.
-    unverified = [FileDigest(file.path, "") for file in digests]
-    if next(_lines(unverified), None) is None:
-        names = ", ".join(file.path for file in digests[:3])
+def first_lines(digests: Sequence[Sequence[str]], count: int) -> list[Line]:
+    """The first `count` non-blank lines of the files of `content_digests`. Raises UserError if all are blank."""
+    lines = list(islice((line for path, _ in digests for line in _lines(path)), count))
+    if not lines:
+        names = ", ".join(path for path, _ in digests[:3])
         raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
-    workers = min(num_proc, len(digests))
-
-    features = Features({name: Value(dtype) for name, dtype in LINE_COLUMNS.items()})
-
-    def build(folder: str) -> None:
-        try:
-            Dataset.from_generator(
-                _lines,
-                features=features,
-                cache_dir=folder,
-                gen_kwargs={"files": list(digests)},
-                num_proc=workers if workers > 1 else None,
-            )
-        # datasets wraps every exception of the generator.
-        except DatasetGenerationError as error:
-            if isinstance(error.__cause__, UserError):
-                raise error.__cause__ from error
-            raise
-
-    # The paths are part of the name, because they are a column of the table.
-    name = content_hash(json.dumps([VERSION, digests]).encode()).hexdigest()
-    return cached_table(cache_folder(cache_dir) / f"lines-{name}", build)
+    return lines
 
 
-def _lines(files: list[FileDigest]) -> Iterator[dict[str, Any]]:
-    """The non-blank lines of `files`, as rows of LINE_COLUMNS.
+def _lines(path: str) -> Iterator[Line]:
+    with open(path, "rb") as handle:
+        yield from ((path, number, raw) for number, raw in enumerate(handle, 1) if raw.strip())
 
-    Raises UserError at the end of a file whose bytes do not have the digest. An empty digest is not compared.
+
+def chunks(digests: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """The files of `content_digests` in chunks of LINES_PER_CHUNK lines.
+
+    A chunk has a `path`, the number of its first `line` (from 1), its `start` and `size` in bytes, and a `digest`.
+    Raises UserError for a file that has changed since it was digested.
     """
-    for path, expected in files:
-        # The digest covers the bytes that are indexed here, not those of a second read.
-        whole = content_hash()
+    for path, expected in digests:
+        # The digest covers the bytes that are cut here, not those of a second read.
+        whole, number, start = content_hash(), 1, 0
         with open(path, "rb") as handle:
-            start = 0
-            for number, raw in enumerate(handle, 1):
+            while lines := list(islice(handle, LINES_PER_CHUNK)):
+                raw = b"".join(lines)
                 whole.update(raw)
-                if raw.strip():
-                    yield {"file": path, "line": number, "start": start, "digest": _line_digest(path, number, raw)}
-                # In bytes, so that `read_lines` can seek in files of any encoding.
-                start += len(raw)
-        if expected and whole.hexdigest() != expected:
+                digest = content_hash(raw).hexdigest()
+                yield {"path": path, "line": number, "start": start, "size": len(raw), "digest": digest}
+                number, start = number + len(lines), start + len(raw)
+        if whole.hexdigest() != expected:
             raise _changed(path)
 
 
-def _line_digest(path: str, number: int, raw: bytes) -> int:
-    # Two equal lines at different places are two samples, so the place is part of the digest.
-    digest = hashlib.blake2b(f"{path}\0{number}\0".encode(errors="surrogateescape"), digest_size=8)
-    digest.update(raw)
-    return int.from_bytes(digest.digest(), "little", signed=True)
+def read_chunk(path: str, line: int, start: int, size: int, digest: str) -> Iterator[Line]:
+    """The non-blank lines of a chunk. Raises UserError if they have changed since.
+
+    Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028.
+    """
+    with open(path, "rb") as handle:
+        handle.seek(start)
+        chunk = handle.read(size)
+    if content_hash(chunk).hexdigest() != digest:
+        raise _changed(path)
+    yield from ((path, number, raw) for number, raw in enumerate(chunk.split(b"\n"), line) if raw.strip())
 
 
 def _changed(path: str) -> UserError:
     return UserError(f"data file '{path}' changed while it was read; start again once nothing writes to it")
-
-
-def read_lines(index: dict[str, list]) -> Iterator[tuple[str, int, bytes]]:
-    """File, line number and bytes of each row of `index_lines`. Raises UserError for a line that has changed since."""
-    rows = zip(*(index[name] for name in ("file", "line", "start", "digest")), strict=True)
-    for path, own in groupby(rows, itemgetter(0)):
-        with open(path, "rb") as handle:
-            for _, number, start, digest in own:
-                handle.seek(start)
-                raw = handle.readline()
-                if _line_digest(path, number, raw) != digest:
-                    raise _changed(path)
-                yield path, number, raw

@@ -1,7 +1,7 @@
 """Tokenization of records: from lines of JSONL to samples of token ids, in a table that is cached on disk."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ with extra("train"):
     from datasets import Dataset, Features, Value
     from datasets import Sequence as ListOf
     from datasets.fingerprint import Hasher
+    from datasets.table import InMemoryTable
+
+Digests = Sequence[Sequence[str]]
+"""Path and digest of each file."""
 
 OVERFLOWS = ("split", "truncate")
 """Treatments of samples that are longer than a row."""
@@ -37,13 +41,11 @@ NO_ANSWER = 0
 """`length` of a record that is left out because its answer or text is empty."""
 NO_ROOM = -1
 """`length` of a record that is left out because its prompt fills the whole row."""
-LINES_PER_BATCH = 64
-"""Lines that are tokenized together. Long documents are held in memory as Python integers."""
 
 
 @dataclass(frozen=True)
 class Tokenize:
-    """A function from a batch of `lines.index_lines` rows to tokenized samples (TOKEN_FEATURES)."""
+    """A function from one of `lines.chunks`, as a batch of one row, to tokenized samples (TOKEN_FEATURES)."""
 
     tokenizer: Any
     eos_token_id: int
@@ -67,8 +69,8 @@ class Tokenize:
     templates: Mapping[str, str] = field(default_factory=dict)
     """Text around a record's {prompt} by kind, instead of the built-in one."""
 
-    def __call__(self, index: dict[str, list]) -> dict[str, list]:
-        samples = list(self._texts(index))
+    def __call__(self, chunk: dict[str, list]) -> dict[str, list]:
+        samples = list(self._texts(lines.read_chunk(**{name: value for name, (value,) in chunk.items()})))
         texts = [text for _, text, _ in samples]
         # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
         whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
@@ -90,22 +92,25 @@ class Tokenize:
                     columns[name].append(value)
         return columns
 
-    def table(self, index: Dataset, num_proc: int, cache_dir: str | None) -> Dataset:
-        """The samples of all lines of `index`, memory-mapped. At most `num_proc` processes tokenize them if needed."""
-        fingerprint = self.fingerprint(index)
+    def table(self, digests: Digests, num_proc: int, cache_dir: str | None) -> Dataset:
+        """The samples of all lines of the files, memory-mapped. At most `num_proc` processes tokenize them if needed.
 
-        # A process without a whole batch of lines would only cost its start.
-        workers = min(num_proc, -(-len(index) // LINES_PER_BATCH))
+        digests: from `lines.content_digests`.
+        """
+        fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
             global _forked
+            # Only numbers; the lines stay in the files.
+            chunks = Dataset(InMemoryTable.from_pylist(list(lines.chunks(digests))), fingerprint="chunks")
+            workers = min(num_proc, len(chunks))
             forks = workers > 1 and multiprocess.get_start_method() == "fork"
             _forked = self if forks else None
-            index.map(
+            chunks.map(
                 _tokenize_forked if forks else self,
                 batched=True,
-                batch_size=LINES_PER_BATCH,
-                remove_columns=index.column_names,
+                batch_size=1,
+                remove_columns=chunks.column_names,
                 features=TOKEN_FEATURES,
                 num_proc=workers if workers > 1 else None,
                 new_fingerprint=fingerprint,
@@ -115,20 +120,17 @@ class Tokenize:
 
         return cached_table(cache_folder(cache_dir) / f"tokens-{fingerprint}", build)
 
-    def unread(self, index: Dataset) -> set[str]:
+    def unread(self, first_lines: Iterable[lines.Line]) -> set[str]:
         """The names of the fields of these lines that nothing reads. Raises UserError."""
         names: set[str] = set()
-        for path, line, raw in lines.read_lines(index[:]):
+        for path, line, raw in first_lines:
             record = _apply_aligners(records.parse_record(path, line, raw), self.aligners[:-1])
             with records.located(path, line):
                 names |= record_fields.unread_fields(record)
         return names
 
-    def fingerprint(self, index: Dataset) -> str:
-        """A hash of everything that determines the tokens: lines, settings, tokenizer and code, aligners included."""
-        # Lines with the same digests have the same path, number and bytes.
-        line_digests = np.asarray(index.data.column("digest")).tobytes()
-
+    def fingerprint(self, digests: Digests) -> str:
+        """A hash of everything that determines the tokens: files, settings, tokenizer and code, aligners included."""
         # A change to this code may change the tokens, so its source is hashed, not a version number.
         modules = [lines, record_fields, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
         modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
@@ -139,11 +141,11 @@ class Tokenize:
         # Hash what the tokenizer does. A pickle of it would depend on its path.
         if backend:
             tokenizer = backend.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)
-        return Hasher.hash([line_digests, sources, settings, tokenizer])
+        return Hasher.hash([digests, sources, settings, tokenizer])
 
-    def _texts(self, index: dict[str, list]) -> Iterator[tuple[AlignedRecord, tuple[str, str], str]]:
+    def _texts(self, chunk: Iterable[lines.Line]) -> Iterator[tuple[AlignedRecord, tuple[str, str], str]]:
         """The aligned records of some lines, the prompt and answer text of each, and its file and line."""
-        for path, line, raw in lines.read_lines(index):
+        for path, line, raw in chunk:
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
                 # The last aligner runs after the split, so that each pair is converted on its own.
@@ -180,9 +182,9 @@ _forked: Tokenize | None = None
 """What forked processes run. To pickle a tokenizer of 150,000 tokens for each of them takes seconds."""
 
 
-def _tokenize_forked(index: dict[str, list]) -> dict[str, list]:
+def _tokenize_forked(chunk: dict[str, list]) -> dict[str, list]:
     assert _forked is not None
-    return _forked(index)
+    return _forked(chunk)
 
 
 def _apply_aligners(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:

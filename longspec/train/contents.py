@@ -23,7 +23,7 @@ def contents_of(config: TrainConfig, target: str) -> Contents:
     Raises UserError for missing files.
     """
     sets = (config.data.files, config.evaluation.files)
-    data, held_out = ([list(file) for file in content_digests(files)] if files else [] for files in sets)
+    data, held_out = (content_digests(files) if files else [] for files in sets)
     return Contents(data, held_out, target_digests(target, read_config(target)))
 
 
