@@ -11,13 +11,13 @@ import numpy as np
 from longspec.data import aligners as aligner_functions
 from longspec.data import lines, record_fields, records, templates
 from longspec.data.aligners import DEFAULT_ALIGNERS, AlignedRecord, Aligner
-from longspec.data.cache import cache_folder, cached_table
+from longspec.data.cache import cached_table
 from longspec.errors import UserError, first_line
 from longspec.extras import extra
 
 with extra("train"):
     import multiprocess
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features, Value, config
     from datasets import Sequence as ListOf
     from datasets.fingerprint import Hasher
     from datasets.table import InMemoryTable
@@ -118,7 +118,8 @@ class Tokenize:
                 desc="Tokenizing",
             )
 
-        return cached_table(cache_folder(cache_dir) / f"tokens-{fingerprint}", build)
+        folder = Path(cache_dir or config.HF_DATASETS_CACHE) / "longspec" / f"tokens-{fingerprint}"
+        return cached_table(folder, build)
 
     def unread(self, first_lines: Iterable[lines.Line]) -> set[str]:
         """The names of the fields of these lines that nothing reads. Raises UserError."""

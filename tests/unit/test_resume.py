@@ -24,7 +24,7 @@ from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
-from longspec.train.markers import MARKER, read_marker
+from longspec.train.markers import read_marker
 from longspec.train.run import train
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
@@ -184,17 +184,6 @@ def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(
         train(configured(finished, *given, f"max_steps={steps}"), Termination())
         assert read_config_file(tmp_path / "out" / "checkpoint-last" / CONFIG_NAME).model_name_or_path == str(file)
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
-
-
-def test_a_checkpoint_of_an_older_version_resumes(finished: Path, work: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for marker in (work / "out").glob(f"*/{MARKER}"):
-        saved = json.loads(marker.read_text())
-        marker.write_text(json.dumps({name: saved[name] for name in ("step", "world_size", "files")}))
-    caplog.set_level(logging.INFO)
-    train(configured(finished, f"output_dir={work}/out", "resume=latest", "max_steps=3"), Termination())
-    assert "no digests of its data and target; only their paths are compared" in caplog.text
-    assert find_latest(work / "out")[1].step == 3  # type: ignore[index]
-    assert not list((work / "out").glob("checkpoint-earlier-*"))
 
 
 def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
