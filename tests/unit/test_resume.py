@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from training_fixtures import make_target, metrics, one_rank_alone, single_rank_config, write_texts
+from training_fixtures import (
+    equal_drafts,
+    make_target,
+    metrics,
+    one_rank_alone,
+    single_rank_config,
+    timeless,
+    write_texts,
+)
 from transformers import LlamaConfig
 
 from longspec.errors import UserError
@@ -75,10 +83,6 @@ def refusal(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(weight, other[name]) for name, weight in one.items())
-
-
 def test_a_draft_without_its_state_is_started_from_and_kept(
     work: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,7 +90,8 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
     output = work / "out"
     for state in ("last_ds", "last_2ds"):
         shutil.rmtree(output / state)
-    draft = load_draft(output / "checkpoint-last")
+    before = shutil.copytree(output / "checkpoint-last", work / "before")
+    draft = load_draft(before)
     assert "holds a checkpoint of step 2 (checkpoint-last)" in refusal(configured(work), capsys)
     started: list[dict[str, torch.Tensor]] = []
     run = Trainer.run
@@ -101,12 +106,11 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
         train(configured(work, "resume=latest", "max_steps=3"), Termination())
     said = [record.getMessage() for record in caplog.records if "no DeepSpeed state" in record.getMessage()]
     assert len(said) == 1 and "draft of step 2 (checkpoint-last)" in said[0] and "at step 0" in said[0]
-    assert same(started[0], draft)
+    assert started[0].keys() == draft.keys() and all(torch.equal(draft[name], one) for name, one in started[0].items())
     assert [line["step"] for line in metrics(output)] == [1, 2, 3]
     assert len((output / "metrics-earlier-1.jsonl").read_text().splitlines()) == STEPS
     assert find_latest(output)[1].step == 3  # type: ignore[index]
-    kept = [load_draft(folder) for folder in output.glob("checkpoint-earlier-*")]
-    assert any(same(draft, one) for one in kept)
+    assert any(equal_drafts(before, kept) for kept in output.glob("checkpoint-earlier-*"))
 
 
 def test_a_folder_is_overwritten_only_by_a_run_that_saves(
@@ -261,14 +265,11 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
             train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"), Termination())
             assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
     train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
-    timeless = [
-        {line["step"]: {key: value for key, value in line.items() if "seconds" not in key} for line in metrics(output)}
-        for output in (straight, cut)
-    ]
-    assert timeless[0] == timeless[1]
+    lines = [{line["step"]: line for line in timeless(output)} for output in (straight, cut)]
+    assert lines[0] == lines[1]
     best = [json.loads((output / "checkpoint-best" / "evaluation.json").read_text()) for output in (straight, cut)]
     assert best[0]["step"] == best[1]["step"]
-    assert same(load_draft(straight / "checkpoint-best"), load_draft(cut / "checkpoint-best"))
+    assert equal_drafts(straight / "checkpoint-best", cut / "checkpoint-best")
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -339,7 +340,7 @@ COMMITS = ("a" * 40, "b" * 40)
 )
 def test_changed_files_and_commits_are_named(before: list[str], now: list[str], message: str) -> None:
     old, new = ([line.split() for line in lines] for lines in (before, now))
-    differences = changes(Contents([], [], old), Contents([], [], new))
+    differences = changes(Contents(target=old), Contents(target=new))
     assert message in "".join(differences) and bool(differences) is bool(message)
 
 

@@ -1,6 +1,7 @@
 """The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, plain_training, write_texts
+from training_fixtures import make_target, overrides_of, plain_training, tiny_config, write_texts
 
 from longspec.errors import UserError
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.train import resume
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
-from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
@@ -33,22 +33,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and data."""
     folder = tmp_path_factory.mktemp("work")
     make_target(folder / "target")
-    write_texts(folder / "data.jsonl", count=4)
+    write_texts(folder / "texts.jsonl", count=4)
     return folder
 
 
 @pytest.fixture
-def load(work: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
+def load(work: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """The tiny first stage."""
-    given = [f"model_name_or_path={work}/target", f"data.files={work}/data.jsonl", f"data.cache_dir={work}/cache"]
-
-    def run(*overrides: str) -> TrainConfig:
-        arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing"]
-        config = load_config([*arguments, *given, f"output_dir={tmp_path}/out", *overrides])
-        assert config is not None
-        return config
-
-    return run
+    return lambda *overrides: tiny_config(*overrides_of(work, tmp_path / "out", *overrides))
 
 
 def idle_engine() -> SimpleNamespace:
