@@ -151,7 +151,7 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("given", "key"),
     [
         ("foo=1", "config key foo: no such key; docs/config.md lists all keys"),
         ("++learning_rat=1", "config key learning_rat: no such key; did you mean learning_rate?"),
@@ -181,17 +181,24 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("evaluation.files=7", "evaluation.files"),
         ("evaluation.files=${data.files}", "evaluation.files"),
         # Before other values follow from it:
-        ("your-model model_name_or_path=null", "config key model_name_or_path"),
-        ("your-model data.max_length=long", "config key data.max_length"),
-        ("your-model max_steps=auto", "config key max_steps"),
-        ("your-model model_name_or_path=nowhere/at/all", "nowhere/at/all"),
-        ("no_such_experiment seed=1", "no_such_experiment"),
+        ("your-model; model_name_or_path=null", "config key model_name_or_path"),
+        ("your-model; data.max_length=long", "config key data.max_length"),
+        ("your-model; max_steps=auto", "config key max_steps"),
+        ("your-model; model_name_or_path=nowhere/at/all", "nowhere/at/all"),
+        ("no_such_experiment", "no_such_experiment"),
+        ("model.draft_vocabulary=0", "model.draft_vocabulary: must be positive, not 0"),
+        ("model.architecture=eagle4", "no draft architecture 'eagle4'"),
+        ("model.architecture=eagle3; model.kv_layers=[1]", "model.kv_layers: not for the architecture eagle3"),
+        ("model.architecture=eagle3; model.architecture_options.window=3", "options.window: 3"),
+        ("model.architecture=eagle3; model.architecture_options.gamma=3", "options.gamma: eagle3"),
+        ("model.architecture_options.window=3", "model.architecture_options: not for the architecture glide"),
     ],
 )
-def test_a_wrong_key_or_value_is_named(override: str, key: str, paths: list[str]) -> None:
-    name, _, override = override.rpartition(" ")
+def test_a_wrong_key_or_value_is_named(given: str, key: str, paths: list[str]) -> None:
+    overrides = [part for part in given.split("; ") if "=" in part]
+    name = TINY if given == "; ".join(overrides) else given.partition("; ")[0]
     with pytest.raises(UserError) as error:
-        load(name or TINY, *paths, override)
+        load(name, *paths, *overrides)
     assert key in str(error.value) and "\n" not in str(error.value)
 
 

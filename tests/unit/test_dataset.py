@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -344,8 +343,3 @@ def test_tokens_stay_on_the_disk(build):
     table = rows.samples.data
     assert table.nbytes > 3_000_000 and all(file["filename"].endswith(".arrow") for file in rows.samples.cache_files)
     assert pyarrow.total_allocated_bytes() - before < table.nbytes / 20
-
-
-def test_rows_travel_to_loader_workers(build):
-    rows = build([{"text": "abc"}, {"text": "d"}], pack=True)
-    assert tokens(pickle.loads(pickle.dumps(rows))) == tokens(rows)
