@@ -11,7 +11,7 @@ A save writes into `saving_*` folders, and a marker (see `markers`) at the end o
 decides whether the save counts. If it exists, only renames are left, which `complete_saves` does even after a crash.
 If not, the save is discarded. At least one generation is therefore complete at any moment after the first save.
 
-Only the run that holds the folder's lock (see `run.sole_writer`) calls `complete_saves`. The other functions only read.
+Only the run that holds the folder's lock calls `complete_saves`. The other functions only read.
 """
 
 import logging

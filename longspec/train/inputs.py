@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import hydra
 import numpy as np
 import torch
-from hydra.errors import InstantiationException
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -20,7 +18,7 @@ from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
 from longspec.data.target_format import answer_end, published_target, resolve_chat_format
 from longspec.data.tokenization import Tokenize
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.families import pair_class
@@ -132,11 +130,11 @@ def _make_aligner(number: int, entry: Any) -> Aligner:
     function = entry.get("_target_") if isinstance(entry, dict) else entry
     if not isinstance(entry, dict) or function not in ALIGNERS:
         raise UserError(f"{key}: must have one of {', '.join(ALIGNERS)} as _target_, not {function!r}")
+    arguments = {name: value for name, value in entry.items() if name != "_target_"}
     try:
-        # Not recursive, because nested entries could name any function.
-        return hydra.utils.instantiate(entry, _recursive_=False)
-    except InstantiationException as error:
-        raise UserError(f"{key}: cannot make an aligner ({first_line(error.__cause__ or error)})") from error
+        return getattr(data_aligners, function.rpartition(".")[2])(**arguments)
+    except TypeError as error:
+        raise UserError(f"{key}: cannot make an aligner ({error})") from error
 
 
 def _eos_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> int:
