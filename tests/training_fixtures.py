@@ -25,6 +25,7 @@ from packaging.version import Version
 from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
+from training_reference import plain_loss
 
 from longspec.models.draft_files import load_draft
 from longspec.pipeline.processes import free_port
@@ -254,13 +255,4 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
 
 
 def _mean_loss(loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: Any) -> Tensor:
-    targets = labels[:, 1:].flatten()
-    logits = lm_head(hidden[:, :-1]).flatten(0, 1)
-    ce = F.cross_entropy(logits, targets, ignore_index=-100)
-    if target_hidden is None:
-        return ce
-    scored = targets != -100
-    teacher = lm_head(target_hidden[:, :-1]).flatten(0, 1)[scored]
-    kl = F.kl_div(logits[scored].log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
-    accepted = torch.minimum(logits[scored].softmax(-1), teacher.softmax(-1)).sum(-1)
-    return {"distill": kl, "mixed": (ce + kl) / 2, "acceptance": -accepted.log().mean()}[loss]
+    return plain_loss(loss, hidden, target_hidden, labels, lm_head) / (labels[:, 1:] != -100).sum()

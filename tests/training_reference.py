@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from attention_reference import attention_with_lse
 from torch import Tensor
 
@@ -81,3 +84,21 @@ def terms_and_gradient(
 def _sum_where(weights: Tensor, values: Tensor) -> Tensor:
     """Sum of weights * values over the last dimension, where 0 * -inf counts as 0."""
     return torch.where(weights == 0, 0.0, weights * values).sum(-1)
+
+
+def plain_loss(
+    loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, head: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Reference of `DraftLoss`: the sum over tokens, from all logits. The hidden state at i predicts label i + 1.
+
+    target_hidden: None for the loss `ce`.
+    """
+    logits, targets = head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
+    ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    if target_hidden is None:
+        return ce
+    scored = targets != -100
+    logits, teacher = logits[scored], head(target_hidden[:, :-1]).flatten(0, 1)[scored]
+    kl = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True)
+    accepted = torch.minimum(logits.softmax(-1), teacher.softmax(-1)).sum(-1)
+    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2, "acceptance": -accepted.log().sum()}[loss]

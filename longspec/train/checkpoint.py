@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft import Options
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
@@ -60,9 +59,8 @@ def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, progress: 
     def complete() -> None:
         target = engine.module.draft_target
         with _write_errors(output, progress):
-            _write_draft(draft_folder, draft, config.model.draft_options, target, tokenizer)
-            for folder in (state_folder, draft_folder):
-                _write_config(folder, config)
+            _write_draft(draft_folder, draft, config, target, tokenizer)
+            _write_config(state_folder, config)
             (state_folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
             # The marker of the draft folder comes last, because it makes the whole generation valid.
             write_marker(state_folder, progress, run)
@@ -95,8 +93,7 @@ def save_best(
         with _write_errors(output, progress):
             complete_saves(output)
             folder = output / BEST[0]
-            _write_draft(folder, draft, config.model.draft_options, model.draft_target, tokenizer)
-            _write_config(folder, config)
+            _write_draft(folder, draft, config, model.draft_target, tokenizer)
             # The marker covers the metrics, so a resumed run can trust them.
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
             write_marker(folder, progress, run)
@@ -134,11 +131,12 @@ def _best_problem(folder: Path, config: TrainConfig, run: Run) -> str | None:
 
 
 def _write_draft(
-    folder: Path, draft: dict[str, Tensor], options: Options, target: TargetSample | None, tokenizer: Any
+    folder: Path, draft: dict[str, Tensor], config: TrainConfig, target: TargetSample | None, tokenizer: Any
 ) -> None:
     folder.mkdir()
-    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, options, target)
+    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, config.model.draft_options, target)
     tokenizer.save_pretrained(folder)
+    _write_config(folder, config)
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:

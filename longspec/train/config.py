@@ -87,18 +87,16 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 def _merged(composed: DictConfig) -> DictConfig:
     """`composed` merged into the schema, where keys may be missing. Raises UserError as `typed` does."""
+    merged: Any = SCHEMA
     key = ""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True)
-        try:
-            return OmegaConf.merge(SCHEMA, values)  # type: ignore[return-value]
-        except OmegaConfBaseException:
-            # Key by key, so that an error without a key can be attributed to one.
-            for key, value in values.items():
-                OmegaConf.merge(SCHEMA, {key: value})
-            raise
+        # Key by key, so that an error without a key can be attributed to one.
+        for key, value in values.items():
+            merged = OmegaConf.merge(merged, {key: value})
     except OmegaConfBaseException as error:
         raise _key_error(error, key) from error
+    return merged
 
 
 def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:

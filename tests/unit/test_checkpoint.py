@@ -155,20 +155,16 @@ def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: boo
 
 
 def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -> None:
-    write(tmp_path / "last_ds", 4, whole=False)
-    write(tmp_path / "last_2ds", 2)
-    write(tmp_path / STATES[0], 3)
-    write(tmp_path / DRAFTS[0], 3)
-    complete_saves(tmp_path)
-    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
-
-
-def test_nothing_is_not_the_same_as_nothing_whole(tmp_path: Path) -> None:
-    """An empty folder means a new run. If all states are damaged, the run must not restart at 0."""
+    """If all states are damaged, the run must not restart at 0, as it does in an empty folder."""
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
     write(tmp_path / "last_ds", 4, whole=False)
     with pytest.raises(UserError, match="last_ds was not saved whole"):
         find_latest(tmp_path)
+    write(tmp_path / "last_2ds", 2)
+    for names in (STATES, DRAFTS):
+        write(tmp_path / names[0], 3)
+    complete_saves(tmp_path)
+    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
 
 
 DAMAGES = {
@@ -364,34 +360,24 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     (folder / DRAFT_FILE).write_bytes(b"cut off")
     with pytest.raises(UserError, match=f"{DRAFT_FILE} has 7 bytes"):
         locate(stored_config(model_name_or_path=str(folder)))
+    with pytest.raises(UserError, match=f"{folder}: not a DeepSpeed checkpoint"):
+        read_draft(folder)
+    (folder / "latest").write_text("step4")
+    with pytest.raises(UserError, match="DeepSpeed's state, not a target; give checkpoint-last"):
+        locate(stored_config(model_name_or_path=str(folder)))
 
 
-def test_deepspeed_state_as_model_is_told_to_be_the_folder_next_to_it(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
-    (tmp_path / "latest").write_text("step4")
-    with pytest.raises(UserError, match="give checkpoint-last"):
-        locate(stored_config(model_name_or_path=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", "7"),
-        ("loss", "mixed"),
-        ("variant.name", "base"),
-        ("data.pack", "false"),
-        ("learning_rate", "0.5"),
-    ],
-)
-def test_going_on_with_other_settings_is_refused_by_key(key: str, value: str, tmp_path: Path) -> None:
+def test_going_on_with_other_settings_is_refused_by_key(tmp_path: Path) -> None:
     """Settings that change the meaning of earlier steps must stay; those that only change how the run executes may
     differ."""
     (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
     write_marker(tmp_path, progress(2), ANY_RUN)
     check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, 2, Contents())
-    with pytest.raises(UserError, match=f"of another run: {key}") as error:
-        check_same_run(stored_config(**{key: value}), tmp_path, 2, Contents())
-    assert "\n" not in str(error.value)
+    others = {"seed": "7", "loss": "mixed", "variant.name": "base", "data.pack": "false", "learning_rate": "0.5"}
+    for key, value in others.items():
+        with pytest.raises(UserError, match=f"of another run: {key}") as error:
+            check_same_run(stored_config(**{key: value}), tmp_path, 2, Contents())
+        assert "\n" not in str(error.value)
 
 
 def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
@@ -409,8 +395,3 @@ def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
     check_same_run(other, tmp_path, 4, Contents())
     assert "was 2 x 2 x 2, is 1 x 2 x 4. The draft, the optimizer state" in caplog.text
     assert "the random lags and offsets are not" in caplog.text
-
-
-def test_extraction_names_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{tmp_path}: not a DeepSpeed checkpoint"):
-        read_draft(tmp_path)

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_metrics_are_those_of_whole_logits(
     assert inputs.held_out is not None and len(inputs.held_out) >= 3
     model: Any = build_pair(config, None)
     model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
-    engine = _Engine(model)
+    engine = engine_of(model)
     count = held_out_row_count(config, inputs)
     metrics = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
     assert metrics.pop("eval_seconds") > 0 and count == 3
@@ -100,24 +101,13 @@ def test_metrics_are_those_of_whole_logits(
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert math.isclose(metrics[name], value, rel_tol=1e-5), name
-    assert engine.modes == ["eval", "train"]
+    assert engine.method_calls == [mock.call.eval(), mock.call.train()]
     assert 0 < expected["eval_top1_lag_1"] < 1 and expected["eval_acceptance_length"] > 1
 
 
-class _Engine:
+def engine_of(model: Any) -> mock.Mock:
     """The part of DeepSpeed's engine that an evaluation uses."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.device, self.modes = model, torch.device("cpu"), []  # type: ignore[var-annotated]
-
-    def __call__(self, **given: Any) -> Any:
-        return self.model(**given)
-
-    def eval(self) -> None:
-        self.modes.append("eval")
-
-    def train(self) -> None:
-        self.modes.append("train")
+    return mock.Mock(side_effect=model, device=torch.device("cpu"))
 
 
 def test_only_answers_are_scored(load: Any, tmp_path: Path) -> None:
@@ -137,7 +127,7 @@ def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
     config = load("evaluation.rows=null")
     inputs = read_inputs(config)
     answers = iter([False, True])
-    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
+    evaluation = Evaluation(config, engine_of(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
     assert evaluation.run(SimpleNamespace(agreed=lambda: next(answers))) == {}  # type: ignore[arg-type]
 
 
