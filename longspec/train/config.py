@@ -189,13 +189,9 @@ def readable(override: str) -> str:
     if not equals or _parsed(override) is not None:
         return override
     if value.startswith("[") and value.endswith("]"):
-        elements = [element for element in ELEMENT.findall(value[1:-1]) if element]
-        return f"{key}=[{','.join(_readable_value(element) for element in elements)}]"
+        elements = (element for element in ELEMENT.findall(value[1:-1]) if element)
+        return f"{key}=[{','.join(_quoted(one) if _parsed(f'{key}={one}') is None else one for one in elements)}]"
     return f"{key}={_quoted(value)}"
-
-
-def _readable_value(value: str) -> str:
-    return _quoted(value) if _parsed(f"key={value}") is None else value
 
 
 def _parsed(override: str) -> Override | None:

@@ -17,6 +17,7 @@ Only the run that holds the folder's lock calls `complete_saves`. The other func
 import logging
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 from longspec.errors import UserError
@@ -109,9 +110,8 @@ def marker_of(folder: Path) -> Marker:
 
 def _keep(folder: Path) -> None:
     """Rename a draft folder to the next free `checkpoint-earlier-*`."""
-    number = 1
-    while os.path.lexists(kept := folder.with_name(f"{EARLIER}-{number}")):
-        number += 1
+    names = (folder.with_name(f"{EARLIER}-{number}") for number in count(1))
+    kept = next(name for name in names if not os.path.lexists(name))
     folder.rename(kept)
     logger.info("%s was saved before this run started; it is kept as %s", folder, kept.name)
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     text = path.read_bytes()
     # A new run must not append to the metrics of another.
     if text and not last_step:
-        _set_aside(path)
+        names = (path.with_name(f"{path.stem}-earlier-{number}{path.suffix}") for number in count(1))
+        path.rename(next(name for name in names if not name.exists()))
         return {}
     lines: list[bytes] = []
     last_metrics: dict[str, Any] = {}
@@ -159,14 +161,6 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
         with replacing(path) as unfinished:
             unfinished.write_bytes(b"".join(lines))
     return last_metrics
-
-
-def _set_aside(path: Path) -> None:
-    """Rename the metrics file to the next free `metrics-earlier-*.jsonl`."""
-    number = 1
-    while (kept := path.with_name(f"{path.stem}-earlier-{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(kept)
 
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:

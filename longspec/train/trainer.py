@@ -79,7 +79,8 @@ class Trainer:
         self.engine.train()
         # Iterating starts the loading processes. They load while rank 0 opens the log.
         arrays = iter(self.loader)
-        self.best_acceptance_length = from_rank_zero(self._saved_best)
+        if self.start_step and self.config.evaluation.keep_best:
+            self.best_acceptance_length = from_rank_zero(lambda: read_best(self.config, self.run_identity))
         log = rank_zero_first(lambda: RunLog(self.config, dist.get_rank(), self.start_step, self.total_steps))
 
         # Up to this barrier a signal ends all ranks immediately. From here on they stop together after a step.
@@ -103,11 +104,6 @@ class Trainer:
             self._save_stopped(step, termination)
         log.close()
         return finished
-
-    def _saved_best(self) -> float:
-        """Acceptance length of the best draft so far, -inf if there is none that this run continues from."""
-        continues = self.start_step and self.config.evaluation.keep_best
-        return read_best(self.config, self.run_identity) if continues else -math.inf
 
     def _save_stopped(self, step: int, termination: Termination) -> None:
         """Save `step`, the last finished one, unless it is saved already, and log where the run stopped."""

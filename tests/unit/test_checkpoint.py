@@ -278,13 +278,15 @@ def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) 
     assert step_of(tmp_path / "last_ds") == 4
 
 
-@pytest.mark.parametrize("kind", ["dangling", "file"])
-def test_a_dangling_link_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_dangling_link_or_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "last_ds"
-    state.symlink_to(tmp_path / "gone") if kind == "dangling" else state.touch()
-    with pytest.raises(UserError, match=r"last_ds: .*(mount it or remove the link|not a folder)") as error:
-        generations.check_folders(tmp_path)
-    assert "\n" not in str(error.value)
+    changes = {"mount it or remove the link": lambda: state.symlink_to("gone"), "not a folder": state.touch}
+    for problem, make in changes.items():
+        make()
+        with pytest.raises(UserError, match=f"last_ds: .*{problem}") as error:
+            generations.check_folders(tmp_path)
+        assert "\n" not in str(error.value)
+        state.unlink()
 
 
 def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,25 +43,20 @@ def load(work: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     return lambda *overrides: tiny_config(*overrides_of(work, tmp_path / "out", *overrides))
 
 
-def idle_engine() -> SimpleNamespace:
-    """An engine that is never called; its draft has no vocabulary list."""
-    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None, trained_lags=None))
-    return SimpleNamespace(device=torch.device("cpu"), module=pair)
-
-
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
-
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (rank, 2))
     inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    trainer = Trainer(config, idle_engine(), inputs, total_steps=1)
+    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None, trained_lags=None))
+    trainer = Trainer(config, SimpleNamespace(device=torch.device("cpu"), module=pair), inputs, total_steps=1)
     return trainer.steps.micro_batch_inputs(micro_step, batch)
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions jump after the sinks, lags cover 1 … 5, and each micro-step of each rank has its own draw."""
+    """Positions jump after the sinks, lags cover 1 … 5, and each micro-step of each rank has its own draw. The base
+    variant has contiguous positions and no lags."""
     config = load("seed=3")
     lags, offsets, streams = set(), set(), set()
     for rank in (0, 1):
@@ -77,12 +72,8 @@ def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monke
             streams.add((*positions.flatten().tolist(), *given["lags"].tolist()))
     assert lags == {1, 2, 3, 4, 5}
     assert len(streams) == 60 and max(offsets) > 1000
-
-
-def test_base_has_contiguous_positions_and_no_lags(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = handed_over(load("variant=base"), 0, 0, monkeypatch)
-    assert given["lags"] is None
-    assert given["position_ids"].flatten().tolist() == [*range(9), *range(7), *range(16)]
+    base = handed_over(load("variant=base"), 0, 0, monkeypatch)
+    assert base["lags"] is None and base["position_ids"].flatten().tolist() == [*range(9), *range(7), *range(16)]
 
 
 def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:
