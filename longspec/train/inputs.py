@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,15 +38,18 @@ class Inputs:
     rows: RowDataset
     held_out: RowDataset | None
     """Rows for the evaluation."""
-    collate: Callable[[Sequence[Any]], dict[str, Tensor]]
+    collate: Collator
     """Function from items of `rows` to a micro-batch."""
-    collate_held_out: Callable[[Sequence[Any]], dict[str, Tensor]]
-    """The same for items of `held_out`. Prompts have no labels: the draft never proposes their tokens."""
     tokenizer: Any
     draft: dict[str, Tensor] | None
     """Draft weights of the previous stage; None for a fresh draft."""
     max_positions: int
     """The target's context length in tokens."""
+
+    @property
+    def collate_held_out(self) -> Collator:
+        """`collate` for items of `held_out`. Prompts have no labels: the draft never proposes their tokens."""
+        return replace(self.collate, answer_only=True)
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -98,8 +100,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     # All packed rows have the same length, so that the shapes of micro-batches repeat.
     packed_length = data.max_length if data.pack else None
     collate = Collator(pad, answer_only=data.answer_only, pad_to=packed_length)
-    collate_held_out = replace(collate, answer_only=True)
-    return Inputs(rows, held_out, collate, collate_held_out, tokenizer, draft, max_positions)
+    return Inputs(rows, held_out, collate, tokenizer, draft, max_positions)
 
 
 def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:

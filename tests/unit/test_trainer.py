@@ -1,6 +1,5 @@
 """The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 import torch
 from training_fixtures import make_target, overrides_of, plain_training, tiny_config, write_texts
 
+from longspec.data.collators import Collator
 from longspec.errors import UserError
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.train import resume
@@ -46,7 +46,7 @@ def load(work: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (rank, 2))
-    inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
+    inputs = Inputs([[]], None, Collator(0), None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
     pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None, trained_lags=None))
@@ -150,14 +150,6 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     # The gradient of "acceptance" jumps where both distributions are equal, which rounding decides.
     atol = 1e-4 if loss == "acceptance" else 1e-6
     torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=atol)
-
-
-def test_a_pair_that_does_not_load_says_why(load: Any, work: Path, tmp_path: Path) -> None:
-    """Hydra must not hide the pair's own UserError."""
-    config = load(f"model_name_or_path={shutil.copytree(work / 'target', tmp_path / 'target')}")
-    (tmp_path / "target" / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(UserError, match="weights do not load"):
-        build_pair(config, None)
 
 
 @pytest.mark.parametrize(
