@@ -34,5 +34,4 @@ def synthetic_inputs(config: Any, tokens: int, rows: int, packed: bool) -> Input
     table = InMemoryTable.from_pydict(columns, schema=TOKEN_FEATURES.arrow_schema)
     samples = Dataset(table, fingerprint="synthetic")
     dataset = RowDataset(samples, Rows(np.arange(len(ids)), np.array(starts)))
-    collate = Collator(0, pad_to=tokens)
-    return Inputs(dataset, None, collate, collate, None, None, position_limit(config))
+    return Inputs(dataset, None, Collator(0, pad_to=tokens), None, None, position_limit(config))

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -31,44 +31,25 @@ class FolderLock:
 
     def __init__(self, folder: str | Path) -> None:
         """Raises UserError, and changes nothing, if another run holds the lock or the file cannot be written."""
-        self.folder = Path(folder)
-        self.descriptor = self._acquire()
-        # A loading process that outlives its rank must not hold the lock.
-        os.register_at_fork(after_in_child=self.release)
-
-    def _acquire(self) -> int:
-        """Open and lock the file. Returns its descriptor."""
-        file = self.folder / LOCK_NAME
+        file = Path(folder) / LOCK_NAME
         with os_errors(f"output_dir: {file} cannot be written"), ExitStack() as stack:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-            stack.callback(os.close, descriptor)
+            self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            stack.callback(os.close, self.descriptor)
             try:
-                _flock(descriptor, file)
+                _flock(self.descriptor, file)
             except BlockingIOError as error:
-                holder = _named(os.pread(descriptor, 4096, 0).decode(errors="replace"))
+                holder = _named(os.pread(self.descriptor, 4096, 0).decode(errors="replace"))
                 raise UserError(
-                    f"output_dir: another run{holder} is writing to {self.folder}; wait for it, stop it, or give "
-                    "another output_dir"
+                    f"output_dir: another run{holder} is writing to {folder}; wait for it, stop it, or give another "
+                    "output_dir"
                 ) from error
             holder_fields = {"host": socket.gethostname(), "pid": os.getpid()}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder_fields).encode(), 0)
-            os.fsync(descriptor)
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, json.dumps(holder_fields).encode(), 0)
+            os.fsync(self.descriptor)
             stack.pop_all()
-        return descriptor
-
-    def renew(self) -> None:
-        """Create and lock the folder again if it was deleted. Raises UserError if another run holds it by now."""
-        file = self.folder / LOCK_NAME
-        with suppress(FileNotFoundError):
-            if os.path.samestat(file.stat(), os.fstat(self.descriptor)):
-                return
-        logger.warning("%s was deleted during the run; this save creates it again", self.folder)
-        with os_errors(f"output_dir: {self.folder} cannot be created"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        deleted = self.descriptor
-        self.descriptor = self._acquire()
-        os.close(deleted)
+        # A loading process that outlives its rank must not hold the lock.
+        os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
         """Release the lock. Later calls do nothing."""

@@ -9,19 +9,15 @@ from longspec.train import run
 from longspec.train.steps import OptimizerSteps
 
 STEP = 3
-rank = int(os.environ["RANK"])
+rank, fault = int(os.environ["RANK"]), os.environ["FAULT"]
 train_step, forward = OptimizerSteps.take, OptimizerSteps.forward
 
 
-def one_rank_throws(self: OptimizerSteps, step: int, *args: object) -> object:
+def one_rank_ends(self: OptimizerSteps, step: int, *args: object) -> object:
     if step == STEP and rank == 1:
+        if fault == "dies":
+            os.kill(os.getpid(), 9)
         raise ValueError("this rank has had enough")
-    return train_step(self, step, *args)  # type: ignore[arg-type]
-
-
-def one_rank_dies(self: OptimizerSteps, step: int, *args: object) -> object:
-    if step == STEP and rank == 1:
-        os.kill(os.getpid(), 9)
     return train_step(self, step, *args)  # type: ignore[arg-type]
 
 
@@ -38,11 +34,8 @@ def disks_are_local() -> None:
     os.chdir(os.path.join(os.environ["DISKS"], str(rank)))
 
 
-fault = os.environ["FAULT"]
-if fault == "throws":
-    OptimizerSteps.take = one_rank_throws  # type: ignore[assignment, method-assign]
-elif fault == "dies":
-    OptimizerSteps.take = one_rank_dies  # type: ignore[assignment, method-assign]
+if fault in ("throws", "dies"):
+    OptimizerSteps.take = one_rank_ends  # type: ignore[assignment, method-assign]
 elif fault == "nan":
     OptimizerSteps.forward = loss_is_nan  # type: ignore[assignment, method-assign]
 elif fault == "local":

@@ -29,7 +29,7 @@ from longspec.kernels.torch.attention import DecodingAttention
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.ranks.agreement import launched_rank
+from longspec.ranks.agreement import launched_ranks
 from longspec.signals import StopSignals
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 12, 9], [3, 8, 3, 8], [11, 4, 6, 2, 19, 23, 40, 2, 7, 1, 30, 5, 17]]
@@ -163,10 +163,10 @@ if __name__ == "__main__":
     intake.PREFILL_TOKENS = 15  # several chunks
     process_group.MESSAGE_BYTES, process_group.MOST_SENT = 300, 2  # long messages, and rank 0 waits
     alone: dict[str, Any] = {}
-    if launched_rank() == 0:
+    if launched_ranks()[0] == 0:
         alone = outcomes(work, families, "target") | sampled(work, families[0], "target")
         alone |= fused(work, "target")
-    elif launched_rank() == 1:
+    elif launched_ranks()[0] == 1:
         plant_fault()
     with StopSignals(at_once=True) as stop, shared_target(ranks, "cpu", stop):
         # Half of the targets are cut while they are read.

@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +20,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.utils import groups
-from forked_ranks import Rank, exit_code, start_forked
+from forked_ranks import Rank, exit_code, kill, start_forked
 from packaging.version import Version
 from pairs import Handed, save_target
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 from torch import Tensor
+from training_reference import plain_loss
 
+from longspec.models.draft_files import load_draft
 from longspec.pipeline.processes import free_port
 from longspec.ranks import agreement
 from longspec.train.config import load_config
@@ -35,6 +40,9 @@ from longspec.train.recipe import MUON_FROM
 from longspec.train.sampler import ResumableSampler
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY = "tiny_glide_stage1_sinkpi-slicing"
+SHARDED = ("deepspeed=zero3", "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0")
+"""ZeRO-3, in which even tiny weights are cut."""
 WORDS = ("the", "target", "reads", "a", "prompt", "and", "its", "draft", "guesses", "what", "comes", "next")
 
 
@@ -85,15 +93,23 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def single_rank_config(work: Path, *overrides: str) -> TrainConfig:
-    """A small run of one rank: the target, texts, output and cache in `work`, one row per step."""
-    given = [f"model_name_or_path={work}/target", f"data.files={work}/texts.jsonl", f"output_dir={work}/out"]
-    given += [f"data.cache_dir={work}/cache", "data.num_workers=0"]
-    given += ["gradient_accumulation_steps=1", "per_device_train_batch_size=1"]
-    arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing", *given, *overrides]
-    config = load_config(arguments)
+def overrides_of(work: Path, output: Path, *more: str) -> list[str]:
+    """The overrides of a run with the target, texts and cache in `work`."""
+    data = [f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
+    return [f"model_name_or_path={work}/target", f"output_dir={output}", *data, *more]
+
+
+def tiny_config(*overrides: str) -> TrainConfig:
+    """The configuration of the tiny first stage."""
+    config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", TINY, *overrides])
     assert config is not None
     return config
+
+
+def single_rank_config(work: Path, *overrides: str) -> TrainConfig:
+    """A small run of one rank with its output in `work`, one row per step."""
+    batch = ["gradient_accumulation_steps=1", "per_device_train_batch_size=1"]
+    return tiny_config(*overrides_of(work, work / "out", "data.num_workers=0"), *batch, *overrides)
 
 
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"
@@ -158,8 +174,53 @@ def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRA
     return result.stderr
 
 
+def error_line(run: subprocess.CompletedProcess[str]) -> str:
+    """The only error line of a launch that ended with exit code 2."""
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert run.returncode == 2 and len(errors) == 1 and "Traceback" not in run.stderr, run.stderr[-3000:]
+    return errors[0]
+
+
+@contextmanager
+def background(*overrides: str, log: Path, **how: str) -> Iterator[list[Rank]]:
+    """Two ranks in the background, which are killed (kill -9) in the end."""
+    ranks = start_ranks_of(TINY, *overrides, log=log, **how)
+    try:
+        yield ranks
+    finally:
+        kill(ranks)
+
+
+def wait_until(done: Callable[[], object], log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S / 2
+    while not done():
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def wait_for_step(output: Path, log: Path, step: int = 2) -> None:
+    wait_until(lambda: (output / "metrics.jsonl").exists() and len(metrics(output)) >= step, log)
+
+
 def metrics(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(output: Path) -> list[dict[str, float]]:
+    """The metrics without times."""
+    return [{name: value for name, value in line.items() if "seconds" not in name} for line in metrics(output)]
+
+
+def equal_drafts(one: Path, other: Path) -> bool:
+    """Whether two files or folders hold the same draft, bit for bit."""
+    first, second = load_draft(one), load_draft(other)
+    return first.keys() == second.keys() and all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def lose_newest(output: Path) -> None:
+    """Remove the newest generation of a run's checkpoints."""
+    for name in ("last_ds", "checkpoint-last"):
+        shutil.rmtree(output / name)
 
 
 def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -194,13 +255,4 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
 
 
 def _mean_loss(loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: Any) -> Tensor:
-    targets = labels[:, 1:].flatten()
-    logits = lm_head(hidden[:, :-1]).flatten(0, 1)
-    ce = F.cross_entropy(logits, targets, ignore_index=-100)
-    if target_hidden is None:
-        return ce
-    scored = targets != -100
-    teacher = lm_head(target_hidden[:, :-1]).flatten(0, 1)[scored]
-    kl = F.kl_div(logits[scored].log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
-    accepted = torch.minimum(logits[scored].softmax(-1), teacher.softmax(-1)).sum(-1)
-    return {"distill": kl, "mixed": (ce + kl) / 2, "acceptance": -accepted.log().mean()}[loss]
+    return plain_loss(loss, hidden, target_hidden, labels, lm_head) / (labels[:, 1:] != -100).sum()

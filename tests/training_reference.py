@@ -1,8 +1,10 @@
 """Plain torch references of training's attention, and of the FlashAttention calls that it consists of."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from attention_reference import attention_with_lse
 from torch import Tensor
 
@@ -97,3 +99,21 @@ def flash_backward(
     dq = torch.einsum("hnk,khd->nhd", dscores, keys)
     dk, dv = torch.einsum("hnk,nhd->khd", dscores, q), torch.einsum("hnk,nhd->khd", weights, upstream)
     return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+
+
+def plain_loss(
+    loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, head: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Reference of `DraftLoss`: the sum over tokens, from all logits. The hidden state at i predicts label i + 1.
+
+    target_hidden: None for the loss `ce`.
+    """
+    logits, targets = head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
+    ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    if target_hidden is None:
+        return ce
+    scored = targets != -100
+    logits, teacher = logits[scored], head(target_hidden[:, :-1]).flatten(0, 1)[scored]
+    kl = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), reduction="sum", log_target=True)
+    accepted = torch.minimum(logits.softmax(-1), teacher.softmax(-1)).sum(-1)
+    return {"ce": ce, "distill": kl, "mixed": (ce + kl) / 2, "acceptance": -accepted.log().sum()}[loss]

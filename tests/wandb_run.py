@@ -5,7 +5,7 @@ import sys
 from longspec.train import logging
 from longspec.train.config import compose_config, typed
 
-logging.WANDB_S = 5
+logging.WANDB_START_S = logging.WANDB_S = 5
 logging.setup_logging(0)
 given = ["model_name_or_path=target", f"output_dir={sys.argv[1]}", "data.files=[x.jsonl]"]
 log = logging.RunLog(typed(compose_config("conf/exp", "tiny_glide_stage1_sinkpi-slicing", given)), 0, 0, 3)

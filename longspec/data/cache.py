@@ -1,4 +1,4 @@
-"""Cached tables on disk. They are built once, and their content is verified before each use."""
+"""Tables on disk that are built once. Their content is verified before each use."""
 
 import json
 import logging
@@ -14,7 +14,6 @@ from longspec.extras import extra
 from longspec.replacing import replacing
 
 with extra("train"):
-    import datasets
     from datasets import Dataset
     from datasets.table import MemoryMappedTable, concat_tables
 
@@ -24,16 +23,11 @@ DIGESTS = "digests.json"
 """File in a cached table with the digest of each Arrow file, by name."""
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """The folder of cached tables in `cache_dir`, or by default in the cache of Hugging Face datasets."""
-    return Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "longspec"
-
-
 def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
     """The memory-mapped table in `folder`. It is built if it is missing or damaged.
 
-    build: writes Arrow files anywhere below the folder that is passed to it. The table is their concatenation in the
-    order of their names.
+    build: writes Arrow files to the folder that is passed to it. The table is their concatenation in the order of their
+    names.
 
     Files are compared with their digests on each call. A damaged table is rebuilt with one warning. A lock next to the
     folder lets one process build at a time, and the others then read its table. Raises UserError if the table cannot be
@@ -58,7 +52,7 @@ def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
             ) from error
 
     # Memory-mapped: data-loading processes share the pages, and start-up reads nothing.
-    tables = [MemoryMappedTable.from_file(str(path)) for path in _arrow_files(folder)]
+    tables = [MemoryMappedTable.from_file(str(path)) for path in sorted(folder.glob("*.arrow"))]
     # Without a fingerprint, datasets would pickle and hash the whole table.
     return Dataset(concat_tables(tables), fingerprint=folder.name)
 
@@ -72,10 +66,6 @@ def _is_damaged(folder: Path) -> bool:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """The digest of each Arrow file below `folder`, by name."""
-    paths = _arrow_files(folder)
-    return dict(zip((str(path.relative_to(folder)) for path in paths), file_digests(paths), strict=True))
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*.arrow") if path.is_file())
+    """The digest of each Arrow file in `folder`, by name."""
+    paths = sorted(folder.glob("*.arrow"))
+    return dict(zip((path.name for path in paths), file_digests(paths), strict=True))

@@ -1,7 +1,6 @@
 """The data pipeline, from JSONL files to rows of token ids."""
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,6 +18,9 @@ with extra("train"):
 
 logger = logging.getLogger(__name__)
 
+FIRST_LINES = 256
+"""Lines whose fields are compared with those that are read; files of records mostly have the same ones throughout."""
+
 
 class RowDataset(torch.utils.data.Dataset[list[Segment]]):
     """Rows of segments from a memory-mapped table of tokenized samples.
@@ -26,12 +28,10 @@ class RowDataset(torch.utils.data.Dataset[list[Segment]]):
     Item r is a list of segments (`input_ids` int64 [T] and `prompt_length`) with at most max_length tokens in total.
     """
 
-    def __init__(self, samples: Dataset, rows: packing.Rows, digests: Sequence[lines.FileDigest] = ()):
-        """digests: the data files in order, with the digests of the bytes that were tokenized."""
+    def __init__(self, samples: Dataset, rows: packing.Rows):
         self.samples = samples.with_format("numpy", columns=["input_ids", "prompt_length"])
         self.names = samples.with_format(None, columns=["id"])
         self.rows = rows
-        self.digests = digests
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,7 +66,7 @@ def build_dataset(
     if list(tokenize.aligners[-1:]) != [common_form_aligner()]:
         raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
     digests = lines.content_digests(files)
-    if unread := tokenize.unread(digests):
+    if unread := tokenize.unread(lines.first_lines(digests, FIRST_LINES)):
         logger.info(unread_note(unread))
     samples = tokenize.table(digests, num_proc, cache_dir)
 
@@ -79,7 +79,7 @@ def build_dataset(
     else:
         rows = packing.Rows(kept, np.arange(len(kept) + 1))
     _log_counts(lengths, len(rows), tokenize.max_length)
-    return RowDataset(samples, rows, digests)
+    return RowDataset(samples, rows)
 
 
 def _log_counts(lengths: np.ndarray, row_count: int, max_length: int) -> None:
@@ -90,7 +90,7 @@ def _log_counts(lengths: np.ndarray, row_count: int, max_length: int) -> None:
         f"left out: {no_answer} with an empty answer or text, {no_room} with a prompt of {max_length} tokens or more"
     )
     if not row_count:
-        raise UserError(f"none of {len(lengths)} samples is usable ({left_out}); check the data and max_length")
+        raise UserError(f"no record is usable ({left_out}); check the data and max_length")
     kept = lengths[lengths > 0]
     logger.info("%d samples of %d tokens (%s)", len(kept), kept.sum(), left_out)
     capacity = row_count * max_length

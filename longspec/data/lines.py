@@ -1,11 +1,11 @@
-"""Data files and their lines: content digests, and blocks of lines that are read in any order."""
+"""Data files: their content digests, and their lines in chunks."""
 
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from longspec.digests import content_hash, file_digests
 from longspec.errors import UserError
@@ -15,6 +15,10 @@ Files = str | Path | Iterable[str | Path]
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""
+LINES_PER_CHUNK = 64
+"""Lines that are tokenized together. Long documents are held in memory as Python integers."""
+Line = tuple[str, int, bytes]
+"""A line's file, its number from 1, and its bytes."""
 
 
 def data_files(files: Files) -> list[str]:
@@ -44,77 +48,62 @@ def _matching_files(name: str) -> list[str]:
     return sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
 
 
-class FileDigest(NamedTuple):
-    """One data file and the digest of its content."""
-
-    path: str
-    """Absolute path, without resolving symbolic links."""
-    digest: str
-    """BLAKE2b of the file's bytes, 128 bits as 32 hex digits."""
-
-
-def content_digests(files: Files) -> list[FileDigest]:
-    """The digest of each data file, in the order of `data_files(files)`.
+def content_digests(files: Files) -> list[list[str]]:
+    """The absolute path and the digest of each data file, in the order of `data_files(files)`.
 
     Every byte is read, because neither size nor modification time proves that a file is unchanged. Two lists describe
     the same data if their digests are equal in order; paths do not matter. Raises UserError for a missing or unreadable
     file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
-    return list(map(FileDigest, paths, file_digests(paths)))
+    return [list(entry) for entry in zip(paths, file_digests(paths), strict=True)]
 
 
-class Block(NamedTuple):
-    """Successive lines of a data file."""
-
-    path: str
-    line: int
-    """Number of the first line, from 1."""
-    start: int
-    """Offset in bytes. Not in characters, because `read_lines` seeks."""
-    size: int
-    """Number of bytes."""
-    digest: str
-    """That of the bytes."""
+def first_lines(digests: Sequence[Sequence[str]], count: int) -> list[Line]:
+    """The first `count` non-blank lines of the files of `content_digests`. Raises UserError if all are blank."""
+    lines = list(islice((line for path, _ in digests for line in _lines(path)), count))
+    if not lines:
+        names = ", ".join(path for path, _ in digests[:3])
+        raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
+    return lines
 
 
-def line_blocks(files: Sequence[FileDigest], count: int) -> Iterator[Block]:
-    """All lines of the files that `content_digests` returned, in blocks of at most `count` lines.
+def _lines(path: str) -> Iterator[Line]:
+    with open(path, "rb") as handle:
+        yield from ((path, number, raw) for number, raw in enumerate(handle, 1) if raw.strip())
 
-    Raises UserError at the end of a file that has changed since it was digested, and at the end if all lines are blank.
+
+def chunks(digests: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """The files of `content_digests` in chunks of LINES_PER_CHUNK lines.
+
+    A chunk has a `path`, the number of its first `line` (from 1), its `start` and `size` in bytes, and a `digest`.
+    Raises UserError for a file that has changed since it was digested.
     """
-    is_blank = True
-    for path, expected in files:
-        # The digest covers the bytes of the blocks, not those of a second read.
+    for path, expected in digests:
+        # The digest covers the bytes that are cut here, not those of a second read.
         whole, number, start = content_hash(), 1, 0
         with open(path, "rb") as handle:
-            while own := list(islice(handle, count)):
-                raw = b"".join(own)
+            while lines := list(islice(handle, LINES_PER_CHUNK)):
+                raw = b"".join(lines)
                 whole.update(raw)
-                is_blank &= not raw.strip()
-                yield Block(path, number, start, len(raw), content_hash(raw).hexdigest())
-                number, start = number + len(own), start + len(raw)
+                digest = content_hash(raw).hexdigest()
+                yield {"path": path, "line": number, "start": start, "size": len(raw), "digest": digest}
+                number, start = number + len(lines), start + len(raw)
         if whole.hexdigest() != expected:
             raise _changed(path)
-    if is_blank:
-        names = ", ".join(file.path for file in files[:3])
-        raise UserError(f"no record in {names}{' …' if len(files) > 3 else ''}: all lines are blank")
 
 
-def read_lines(blocks: Iterable[Block]) -> Iterator[tuple[str, int, bytes]]:
-    """File, line number and bytes of each non-blank line. Raises UserError for a block that has changed since.
+def read_chunk(path: str, line: int, start: int, size: int, digest: str) -> Iterator[Line]:
+    """The non-blank lines of a chunk. Raises UserError if they have changed since.
 
-    Only b"\n" ends a line, because a JSON string may contain other line separators, such as U+2028.
+    Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028.
     """
-    for path, first, start, size, digest in blocks:
-        with open(path, "rb") as handle:
-            handle.seek(start)
-            raw = handle.read(size)
-        if content_hash(raw).hexdigest() != digest:
-            raise _changed(path)
-        for number, line in enumerate(raw.split(b"\n"), first):
-            if line.strip():
-                yield path, number, line
+    with open(path, "rb") as handle:
+        handle.seek(start)
+        chunk = handle.read(size)
+    if content_hash(chunk).hexdigest() != digest:
+        raise _changed(path)
+    yield from ((path, number, raw) for number, raw in enumerate(chunk.split(b"\n"), line) if raw.strip())
 
 
 def _changed(path: str) -> UserError:

@@ -31,12 +31,10 @@ class Rows:
 def pack(lengths: np.ndarray, max_length: int) -> Rows:
     """Pack by best fit decreasing: each sample, longest first, goes into the row where it leaves the least room.
 
-    lengths: [samples] in tokens, all in 1 … max_length, otherwise ValueError. Rows are in the order in which they were
+    lengths: [samples] in tokens, all in 1 … max_length. Rows are in the order in which they were
     opened. Do not shuffle them here: the sampler shuffles, and two permutations can undo each other.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    if len(lengths) and (lengths.min() < 1 or lengths.max() > max_length):
-        raise ValueError(f"sample lengths must be in 1 … {max_length}, not {lengths.min()} … {lengths.max()}")
     # Stable, so that equal lengths keep their order and the result does not depend on NumPy.
     order = np.argsort(-lengths, kind="stable")
     row_of, row_count = _best_fit(lengths[order].tolist(), max_length)

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,19 @@ import numpy as np
 from longspec.data import aligners as aligner_functions
 from longspec.data import lines, record_fields, records, templates
 from longspec.data.aligners import DEFAULT_ALIGNERS, AlignedRecord, Aligner
-from longspec.data.cache import cache_folder, cached_table
+from longspec.data.cache import cached_table
 from longspec.errors import UserError, first_line
 from longspec.extras import extra
 
 with extra("train"):
     import multiprocess
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features, Value, config
     from datasets import Sequence as ListOf
     from datasets.fingerprint import Hasher
+    from datasets.table import InMemoryTable
+
+Digests = Sequence[Sequence[str]]
+"""Path and digest of each file."""
 
 OVERFLOWS = ("split", "truncate")
 """Treatments of samples that are longer than a row."""
@@ -38,15 +41,11 @@ NO_ANSWER = 0
 """`length` of a record that is left out because its answer or text is empty."""
 NO_ROOM = -1
 """`length` of a record that is left out because its prompt fills the whole row."""
-FIRST_LINES = 256
-"""Lines whose fields are compared with those that are read; files of records mostly have the same ones throughout."""
-LINES_PER_BATCH = 64
-"""Lines that are tokenized together. Long documents are held in memory as Python integers."""
 
 
 @dataclass(frozen=True)
 class Tokenize:
-    """A function from columns of `lines.Block` to tokenized samples (TOKEN_FEATURES)."""
+    """A function from one of `lines.chunks`, as a batch of one row, to tokenized samples (TOKEN_FEATURES)."""
 
     tokenizer: Any
     eos_token_id: int
@@ -70,8 +69,8 @@ class Tokenize:
     templates: Mapping[str, str] = field(default_factory=dict)
     """Text around a record's {prompt} by kind, instead of the built-in one."""
 
-    def __call__(self, blocks: dict[str, list]) -> dict[str, list]:
-        samples = list(self._texts(map(lines.Block, *(blocks[name] for name in lines.Block._fields))))
+    def __call__(self, chunk: dict[str, list]) -> dict[str, list]:
+        samples = list(self._texts(lines.read_chunk(**{name: value for name, (value,) in chunk.items()})))
         texts = [text for _, text, _ in samples]
         # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
         whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
@@ -93,22 +92,25 @@ class Tokenize:
                     columns[name].append(value)
         return columns
 
-    def table(self, files: Sequence[lines.FileDigest], num_proc: int, cache_dir: str | None) -> Dataset:
-        """The samples of all lines, memory-mapped. At most `num_proc` processes tokenize them if needed."""
-        fingerprint = self.fingerprint(files)
+    def table(self, digests: Digests, num_proc: int, cache_dir: str | None) -> Dataset:
+        """The samples of all lines of the files, memory-mapped. At most `num_proc` processes tokenize them if needed.
+
+        digests: from `lines.content_digests`.
+        """
+        fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
             global _forked
-            blocks = Dataset.from_list([block._asdict() for block in lines.line_blocks(files, LINES_PER_BATCH)])
-            # A process without a whole block of lines would only cost its start.
-            workers = min(num_proc, len(blocks))
+            # Only numbers; the lines stay in the files.
+            chunks = Dataset(InMemoryTable.from_pylist(list(lines.chunks(digests))), fingerprint="chunks")
+            workers = min(num_proc, len(chunks))
             forks = workers > 1 and multiprocess.get_start_method() == "fork"
             _forked = self if forks else None
-            blocks.map(
+            chunks.map(
                 _tokenize_forked if forks else self,
                 batched=True,
                 batch_size=1,
-                remove_columns=blocks.column_names,
+                remove_columns=chunks.column_names,
                 features=TOKEN_FEATURES,
                 num_proc=workers if workers > 1 else None,
                 new_fingerprint=fingerprint,
@@ -116,18 +118,19 @@ class Tokenize:
                 desc="Tokenizing",
             )
 
-        return cached_table(cache_folder(cache_dir) / f"tokens-{fingerprint}", build)
+        folder = Path(cache_dir or config.HF_DATASETS_CACHE) / "longspec" / f"tokens-{fingerprint}"
+        return cached_table(folder, build)
 
-    def unread(self, files: Sequence[lines.FileDigest]) -> set[str]:
-        """The names of the fields of the first lines that nothing reads. Raises UserError."""
+    def unread(self, first_lines: Iterable[lines.Line]) -> set[str]:
+        """The names of the fields of these lines that nothing reads. Raises UserError."""
         names: set[str] = set()
-        for path, line, raw in islice(lines.read_lines(lines.line_blocks(files, LINES_PER_BATCH)), FIRST_LINES):
+        for path, line, raw in first_lines:
             record = _apply_aligners(records.parse_record(path, line, raw), self.aligners[:-1])
             with records.located(path, line):
                 names |= record_fields.unread_fields(record)
         return names
 
-    def fingerprint(self, files: Sequence[lines.FileDigest]) -> str:
+    def fingerprint(self, digests: Digests) -> str:
         """A hash of everything that determines the tokens: files, settings, tokenizer and code, aligners included."""
         # A change to this code may change the tokens, so its source is hashed, not a version number.
         modules = [lines, record_fields, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
@@ -139,11 +142,11 @@ class Tokenize:
         # Hash what the tokenizer does. A pickle of it would depend on its path.
         if backend:
             tokenizer = backend.to_str(), tokenizer.chat_template, str(tokenizer.special_tokens_map)
-        return Hasher.hash([list(files), sources, settings, tokenizer])
+        return Hasher.hash([digests, sources, settings, tokenizer])
 
-    def _texts(self, blocks: Iterable[lines.Block]) -> Iterator[tuple[AlignedRecord, tuple[str, str], str]]:
+    def _texts(self, chunk: Iterable[lines.Line]) -> Iterator[tuple[AlignedRecord, tuple[str, str], str]]:
         """The aligned records of some lines, the prompt and answer text of each, and its file and line."""
-        for path, line, raw in lines.read_lines(blocks):
+        for path, line, raw in chunk:
             record = records.parse_record(path, line, raw)
             with records.located(path, line):
                 # The last aligner runs after the split, so that each pair is converted on its own.
@@ -180,9 +183,9 @@ _forked: Tokenize | None = None
 """What forked processes run. To pickle a tokenizer of 150,000 tokens for each of them takes seconds."""
 
 
-def _tokenize_forked(blocks: dict[str, list]) -> dict[str, list]:
+def _tokenize_forked(chunk: dict[str, list]) -> dict[str, list]:
     assert _forked is not None
-    return _forked(blocks)
+    return _forked(chunk)
 
 
 def _apply_aligners(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:

@@ -52,11 +52,6 @@ def launched_ranks() -> tuple[int, int]:
     return rank, world_size
 
 
-def launched_rank() -> int:
-    """This process's rank; see `launched_ranks`."""
-    return launched_ranks()[0]
-
-
 def complete_environment() -> None:
     """Set the variables that a run without a launcher lacks, for libraries that read them.
 

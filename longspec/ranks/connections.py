@@ -3,7 +3,6 @@
 import os
 import secrets
 import socket
-import threading
 import time
 from contextlib import suppress
 
@@ -18,9 +17,7 @@ GREETING_BYTES = SECRET_BYTES + 4
 CONNECT_S = 60
 """Seconds in which all ranks must connect."""
 GREETING_S = 5
-"""Seconds without a byte after which a caller is dropped. Rank 0 serves the others meanwhile."""
-POLL_S = 0.05
-"""Seconds between two looks at the number of ranks that have connected."""
+"""Seconds without a byte after which a caller is dropped. A rank greets at once."""
 SEND_S = 5
 """Time limit in seconds of one send or receive."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
@@ -84,9 +81,14 @@ def _configure(connection: socket.socket) -> None:
 def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socket.socket, int]:
     """The first `count` callers that send `secret`, and their ranks. Raises UserError after CONNECT_S seconds."""
     ranks: dict[socket.socket, int] = {}
-    callers: list[socket.socket] = []
-
-    def greet(caller: socket.socket) -> None:
+    deadline = time.monotonic() + CONNECT_S
+    while len(ranks) < count:
+        try:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            caller, _ = server.accept()
+        except TimeoutError as error:
+            missing = count - len(ranks)
+            raise UserError(f"{missing} of {count} ranks did not connect to rank 0 within {CONNECT_S} s") from error
         caller.settimeout(GREETING_S)
         greeting = receive(caller, GREETING_BYTES)
         # In constant time, so that a stranger cannot guess the secret byte by byte.
@@ -94,19 +96,6 @@ def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socke
             ranks[caller] = int.from_bytes(greeting[SECRET_BYTES:], "big")
         else:
             caller.close()
-
-    server.settimeout(POLL_S)
-    deadline = time.monotonic() + CONNECT_S
-    while len(ranks) < count and time.monotonic() < deadline:
-        with suppress(OSError):  # a timeout, or a caller that has hung up already
-            callers.append(server.accept()[0])
-            threading.Thread(target=greet, args=callers[-1:], daemon=True).start()
-    for stranger in (caller for caller in callers if caller not in ranks):
-        with suppress(OSError):
-            stranger.shutdown(socket.SHUT_RDWR)  # ends its thread
-        stranger.close()
-    if len(ranks) < count:
-        raise UserError(f"{count - len(ranks)} of {count} ranks did not connect to rank 0 within {CONNECT_S} s")
     return ranks
 
 

@@ -28,7 +28,7 @@ from multiprocessing.connection import wait
 import torch.distributed as dist
 
 from longspec.errors import UserError
-from longspec.ranks.agreement import Termination, from_every_rank, launched_rank
+from longspec.ranks.agreement import Termination, from_every_rank, launched_ranks
 from longspec.ranks.connections import connect_ranks, receive
 from longspec.ranks.launcher import Launcher
 from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
@@ -228,7 +228,7 @@ class PeerWatch:
             termination.received = number
         if termination.at_once:
             # One line for all ranks. The commands of inference print their own.
-            if launched_rank() == 0 and isinstance(termination, Termination):
+            if launched_ranks()[0] == 0 and isinstance(termination, Termination):
                 logger.warning("%s: stopped before the first step", termination)
             self._exit_timer = threading.Timer(AT_ONCE_S, os._exit, [exit_code(termination.received)])
             self._exit_timer.daemon = True

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft import Options
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.models.target_sample import TargetSample, read_sample
-from longspec.ranks.agreement import from_every_rank, from_rank_zero
+from longspec.ranks.agreement import from_rank_zero
 from longspec.train.config import CONFIG_NAME, absolute_paths, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
+from longspec.train.contents import digests_only
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, marker_of
-from longspec.train.markers import Progress, Run, damage, describe, write_marker
+from longspec.train.markers import Progress, Run, damage, write_marker
 from longspec.train.shards import MASTERS, Shards, adopt
 from longspec.untrusted import read_json
 
@@ -44,13 +44,10 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk or an exhausted quota."""
 
 
-def save_checkpoint(
-    engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, run: Run | None = None
-) -> None:
+def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, run: Run) -> None:
     """Save the newest generation of `run`. All ranks call it; each writes its shard and rank 0 everything else.
 
-    Rank 0 writes the markers from every rank's report of the files that it wrote. Raises UserError if a file cannot be
-    written or rank 0 does not see a file of another rank. The earlier generations stay as they are in that case.
+    Raises UserError if a file cannot be written. The earlier generations stay as they are in that case.
     """
     output = Path(config.output_dir)
     state_folder, draft_folder = output / STATES[0], output / DRAFTS[0]
@@ -62,42 +59,22 @@ def save_checkpoint(
     def complete() -> None:
         target = engine.module.draft_target
         with _write_errors(output, progress):
-            _write_draft(draft_folder, draft, config.model.draft_options, target, tokenizer)
-            for folder in (state_folder, draft_folder):
-                _write_config(folder, config)
+            _write_draft(draft_folder, draft, config, target, tokenizer)
+            _write_config(state_folder, config)
             (state_folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
             # The marker of the draft folder comes last, because it makes the whole generation valid.
-            write_marker(state_folder, progress, run, reports)
+            write_marker(state_folder, progress, run)
             write_marker(draft_folder, progress, run)
             complete_saves(output)
 
     # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
     from_rank_zero(clear_staging)
-    with _write_errors(output, progress), _recorded_paths(engine) as written:
+    with _write_errors(output, progress):
+        # Returns once all ranks have written.
         engine.save_checkpoint(str(state_folder), tag=f"step{progress.step}", exclude_frozen_parameters=True)
-        report = describe(state_folder, written)
-    reports = from_every_rank(report)
     # A collective under ZeRO-3, so it cannot be part of what rank 0 does alone.
     draft = gather_draft(engine.module)
     from_rank_zero(complete)
-
-
-@contextmanager
-def _recorded_paths(engine: Any) -> Iterator[list[Path]]:
-    """Collect the paths that this rank's DeepSpeed engine saves in this context."""
-    written: list[Path] = []
-    save = engine.checkpoint_engine.save
-
-    def record(state_dict: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        written.append(Path(path))
-        return save(state_dict, path, *args, **kwargs)
-
-    # DeepSpeed does not say which files it writes on this rank.
-    engine.checkpoint_engine.save = record
-    try:
-        yield written
-    finally:
-        engine.checkpoint_engine.save = save
 
 
 def save_best(
@@ -106,7 +83,7 @@ def save_best(
     config: TrainConfig,
     progress: Progress,
     metrics: dict[str, float],
-    run: Run | None = None,
+    run: Run,
 ) -> None:
     """Save the current draft as `checkpoint-best`, with the `metrics` of its evaluation. All ranks call it."""
     output = Path(config.output_dir)
@@ -116,8 +93,7 @@ def save_best(
         with _write_errors(output, progress):
             complete_saves(output)
             folder = output / BEST[0]
-            _write_draft(folder, draft, config.model.draft_options, model.draft_target, tokenizer)
-            _write_config(folder, config)
+            _write_draft(folder, draft, config, model.draft_target, tokenizer)
             # The marker covers the metrics, so a resumed run can trust them.
             (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
             write_marker(folder, progress, run)
@@ -126,7 +102,7 @@ def save_best(
     from_rank_zero(write)
 
 
-def read_best(config: TrainConfig, run: Run | None = None) -> float:
+def read_best(config: TrainConfig, run: Run) -> float:
     """The held-out acceptance length of the draft in `checkpoint-best`; -inf if there is none.
 
     Also -inf, with a warning, if the draft is damaged, is of another run or was evaluated on other rows.
@@ -141,41 +117,30 @@ def read_best(config: TrainConfig, run: Run | None = None) -> float:
     return -math.inf
 
 
-def _best_problem(folder: Path, config: TrainConfig, run: Run | None) -> str | None:
+def _best_problem(folder: Path, config: TrainConfig, run: Run) -> str | None:
     """The reason why the draft in `folder` cannot be compared with those of `run`; None if it can."""
     if problem := damage(folder):
         return problem
     saved_run = marker_of(folder).run
-    if run is not None and saved_run.id != run.id:
+    if saved_run.id != run.id:
         return f"{folder} is of another run"
-    saved = read_config_file(folder / CONFIG_NAME).evaluation
-    current = absolute_paths(config).evaluation
-    # Files are compared by content if both runs know their digests, otherwise by path.
-    if saved_run.contents is None or run is None or run.contents is None:
-        same_files = saved.files == current.files
-    else:
-        both = (saved_run.contents.held_out, run.contents.held_out)
-        same_files = len({tuple(digest for _, digest in held_out) for held_out in both}) == 1
     # Another number of rows gives another mean, even of the same files.
-    return None if same_files and saved.rows == current.rows else f"{folder} was the best on other held-out rows"
+    same_files = digests_only(saved_run.contents.held_out) == digests_only(run.contents.held_out)
+    same_rows = read_config_file(folder / CONFIG_NAME).evaluation.rows == config.evaluation.rows
+    return None if same_files and same_rows else f"{folder} was the best on other held-out rows"
 
 
 def _write_draft(
-    folder: Path, draft: dict[str, Tensor], options: Options, target: TargetSample | None, tokenizer: Any
+    folder: Path, draft: dict[str, Tensor], config: TrainConfig, target: TargetSample | None, tokenizer: Any
 ) -> None:
     folder.mkdir()
-    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, options, target)
+    save_draft_file(draft, folder / DRAFT_WEIGHTS_NAME, config.model.draft_options, target)
     tokenizer.save_pretrained(folder)
+    _write_config(folder, config)
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:
     (folder / CONFIG_NAME).write_text(to_yaml(absolute_paths(config)))
-
-
-def saved_target(folder: Path) -> TargetSample | None:
-    """The sample of the target in a saved DeepSpeed state; None in one of an older version. Raises UserError."""
-    file = folder / TARGET_NAME
-    return read_sample(read_json(file), f"{file}: ") if file.exists() else None
 
 
 @contextmanager
@@ -246,7 +211,8 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool =
     if int8 and not hf:
         raise UserError("--int8: only with --hf")
     draft = read_draft(checkpoint)
-    run, sample = read_config_file(checkpoint / CONFIG_NAME), saved_target(checkpoint)
+    run, target_file = read_config_file(checkpoint / CONFIG_NAME), checkpoint / TARGET_NAME
+    sample = read_sample(read_json(target_file), f"{target_file}: ")
     if hf:
         target = read_config(resolve_target(run.model_name_or_path))
         save_draft_folder(draft, target, output, run.model.draft_options, target=sample, int8=int8)

@@ -87,18 +87,16 @@ def typed(composed: DictConfig) -> TrainConfig:
 
 def _merged(composed: DictConfig) -> DictConfig:
     """`composed` merged into the schema, where keys may be missing. Raises UserError as `typed` does."""
+    merged: Any = SCHEMA
     key = ""
     try:
         values: Any = OmegaConf.to_container(composed, resolve=True)
-        try:
-            return OmegaConf.merge(SCHEMA, values)  # type: ignore[return-value]
-        except OmegaConfBaseException:
-            # Key by key, so that an error without a key can be attributed to one.
-            for key, value in values.items():
-                OmegaConf.merge(SCHEMA, {key: value})
-            raise
+        # Key by key, so that an error without a key can be attributed to one.
+        for key, value in values.items():
+            merged = OmegaConf.merge(merged, {key: value})
     except OmegaConfBaseException as error:
         raise _key_error(error, key) from error
+    return merged
 
 
 def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:
@@ -191,13 +189,9 @@ def readable(override: str) -> str:
     if not equals or _parsed(override) is not None:
         return override
     if value.startswith("[") and value.endswith("]"):
-        elements = [element for element in ELEMENT.findall(value[1:-1]) if element]
-        return f"{key}=[{','.join(_readable_value(element) for element in elements)}]"
+        elements = (element for element in ELEMENT.findall(value[1:-1]) if element)
+        return f"{key}=[{','.join(_quoted(one) if _parsed(f'{key}={one}') is None else one for one in elements)}]"
     return f"{key}={_quoted(value)}"
-
-
-def _readable_value(value: str) -> str:
-    return _quoted(value) if _parsed(f"key={value}") is None else value
 
 
 def _parsed(override: str) -> Override | None:

@@ -16,7 +16,7 @@ from longspec.train.positions import BLOCK_LAGS
 class ModelConfig:
     """Keyword arguments of `_target_`, the `from_pretrained` of a pair class."""
 
-    # Hydra's key for the function to call. It must name a known pair class (see `pair_class`).
+    # It must name a known pair class (see `pair_class`).
     _target_: str = MISSING
     torch_dtype: str = MISSING
     attn_implementation: str | None = MISSING
@@ -48,10 +48,9 @@ class ModelConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `_target_`, for Hydra."""
-        unused = OPTION_KEYS if self.architecture != GLIDE else ()
-        keys = {name: value for name, value in asdict(self).items() if name not in unused}
-        return keys | {"draft_vocabulary": None, "_convert_": "all"}
+        """The keyword arguments of `_target_`."""
+        unused = ("_target_", "draft_vocabulary", *(OPTION_KEYS if self.architecture != GLIDE else ()))
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
 
 @dataclass

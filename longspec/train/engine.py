@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-import hydra
 import torch
 from deepspeed.utils import logger as deepspeed_logger
-from hydra.errors import InstantiationException
 from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -19,6 +17,7 @@ from longspec.kernels.choice import backend_of
 from longspec.kernels.training import varlen_flash
 from longspec.models.draft_files import DRAFT_PREFIX, draft_settings
 from longspec.models.draft_layer import head_dim
+from longspec.models.families import pair_class
 from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import sampled_weight, take_sample, warn_if_other_target
@@ -81,14 +80,9 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
     """
     # A fresh draft is drawn from this seed.
     torch.manual_seed(config.seed)
-    try:
-        with built_in_shards(config):
-            pair = hydra.utils.call(config.model.arguments, config.model_name_or_path, state_dict=draft)
-    except InstantiationException as error:
-        # Hydra wraps the pair's own error in one without its message.
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise
+    load = pair_class(config.model._target_).from_pretrained
+    with built_in_shards(config):
+        pair: Any = load(config.model_name_or_path, state_dict=draft, **config.model.arguments)
     if frozen := [name for name, weight in pair.draft_model.named_parameters() if not weight.requires_grad]:
         # The optimizer's state, from which a run resumes, has only what trains.
         raise UserError(f"the draft has {frozen[0]}, which does not train and would be lost; train a draft without it")

@@ -11,12 +11,13 @@ A save writes into `saving_*` folders, and a marker (see `markers`) at the end o
 decides whether the save counts. If it exists, only renames are left, which `complete_saves` does even after a crash.
 If not, the save is discarded. At least one generation is therefore complete at any moment after the first save.
 
-Only the run that holds the folder's lock (see `run.sole_writer`) calls `complete_saves`. The other functions only read.
+Only the run that holds the folder's lock calls `complete_saves`. The other functions only read.
 """
 
 import logging
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 from longspec.errors import UserError
@@ -109,9 +110,8 @@ def marker_of(folder: Path) -> Marker:
 
 def _keep(folder: Path) -> None:
     """Rename a draft folder to the next free `checkpoint-earlier-*`."""
-    number = 1
-    while os.path.lexists(kept := folder.with_name(f"{EARLIER}-{number}")):
-        number += 1
+    names = (folder.with_name(f"{EARLIER}-{number}") for number in count(1))
+    kept = next(name for name in names if not os.path.lexists(name))
     folder.rename(kept)
     logger.info("%s was saved before this run started; it is kept as %s", folder, kept.name)
 
@@ -158,19 +158,15 @@ def find_latest(output_dir: str | Path) -> tuple[Path, Progress] | None:
     Logs a warning if it is the older generation. Raises UserError if all states are damaged.
     """
     output = Path(output_dir)
-    latest, problems = _first_undamaged(states(output))
-    if latest is not None:
+    advice = (
+        f"restore {STATES[1]} or {STATES[2]}, remove them to start from the draft that was saved with them, or train "
+        "into another output_dir"
+    )
+    latest = _first_undamaged(states(output), "checkpoint", output, advice)
+    if latest is not None and latest[0].name == STATES[2] and not (output / STATES[1]).exists():
         # Going back silently would look like lost steps.
-        if latest[0].name == STATES[2]:
-            reason = problems[0] if problems else f"{output / STATES[1]} is missing"
-            logger.warning("%s: going back to the older checkpoint %s", reason, latest[0])
-        return latest
-    if problems:
-        raise UserError(
-            f"{output}: no checkpoint can be loaded: {'; '.join(problems)}; restore {STATES[1]} or {STATES[2]}, "
-            "remove them to start from the draft that was saved with them, or train into another output_dir"
-        )
-    return None
+        logger.warning("%s is missing: going back to the older checkpoint %s", output / STATES[1], latest[0])
+    return latest
 
 
 def find_draft(output_dir: str | Path) -> tuple[Path, Progress] | None:
@@ -178,26 +174,20 @@ def find_draft(output_dir: str | Path) -> tuple[Path, Progress] | None:
 
     Logs a warning if newer ones are damaged. Raises UserError if all drafts are damaged.
     """
-    newest, problems = _first_undamaged(drafts(Path(output_dir)))
-    if newest is not None:
-        if problems:
-            logger.warning("%s: going back to the older draft %s", problems[0], newest[0])
-        return newest
-    if problems:
-        raise UserError(
-            f"{output_dir}: no draft can be loaded: {'; '.join(problems)}; restore one of them, or give "
-            "overwrite_output_dir=true to start a new run"
-        )
-    return None
+    advice = "restore one of them, or give overwrite_output_dir=true to start a new run"
+    return _first_undamaged(drafts(Path(output_dir)), "draft", output_dir, advice)
 
 
-def _first_undamaged(folders: list[Path]) -> tuple[tuple[Path, Progress] | None, list[str]]:
-    """The first undamaged folder with its progress, and the problems of those before it."""
+def _first_undamaged(folders: list[Path], kind: str, output: str | Path, advice: str) -> tuple[Path, Progress] | None:
+    """The first undamaged folder with its progress. kind, output, advice: for the messages."""
     problems: list[str] = []
     for folder in folders:
-        problem = damage(folder)
-        saved = None if problem else read_marker(folder)
-        if saved is not None:
-            return (folder, saved.progress), problems
-        problems.append(problem or f"{folder} is no longer readable")
-    return None, problems
+        if problem := damage(folder):
+            problems.append(problem)
+            continue
+        if problems:
+            logger.warning("%s: going back to the older %s %s", problems[0], kind, folder)
+        return folder, marker_of(folder).progress
+    if problems:
+        raise UserError(f"{output}: no {kind} can be loaded: {'; '.join(problems)}; {advice}")
+    return None

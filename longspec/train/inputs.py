@@ -2,15 +2,12 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import hydra
 import numpy as np
 import torch
-from hydra.errors import InstantiationException
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -20,7 +17,7 @@ from longspec.data.collators import Collator
 from longspec.data.dataset import RowDataset, build_dataset
 from longspec.data.target_format import OWN_IDS, PUBLISHED_TARGETS, answer_end, resolve_chat_format
 from longspec.data.tokenization import Tokenize
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.families import pair_class
@@ -41,15 +38,18 @@ class Inputs:
     rows: RowDataset
     held_out: RowDataset | None
     """Rows for the evaluation."""
-    collate: Callable[[Sequence[Any]], dict[str, Tensor]]
+    collate: Collator
     """Function from items of `rows` to a micro-batch."""
-    collate_held_out: Callable[[Sequence[Any]], dict[str, Tensor]]
-    """The same for items of `held_out`. Prompts have no labels: the draft never proposes their tokens."""
     tokenizer: Any
     draft: dict[str, Tensor] | None
     """Draft weights of the previous stage; None for a fresh draft."""
     max_positions: int
     """The target's context length in tokens."""
+
+    @property
+    def collate_held_out(self) -> Collator:
+        """`collate` for items of `held_out`. Prompts have no labels: the draft never proposes their tokens."""
+        return replace(self.collate, answer_only=True)
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
@@ -100,8 +100,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
     # All packed rows have the same length, so that the shapes of micro-batches repeat.
     packed_length = data.max_length if data.pack else None
     collate = Collator(pad, answer_only=data.answer_only, pad_to=packed_length)
-    collate_held_out = replace(collate, answer_only=True)
-    return Inputs(rows, held_out, collate, collate_held_out, tokenizer, draft, max_positions)
+    return Inputs(rows, held_out, collate, tokenizer, draft, max_positions)
 
 
 def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
@@ -129,29 +128,14 @@ def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tens
 def _make_aligner(number: int, entry: Any) -> Aligner:
     """The aligner of entry `number` of data.aligners. Only functions of `longspec.data.aligners` are called."""
     key = f"config key data.aligners[{number}]"
-    if others := sorted(target for target in _targets(entry) if target not in ALIGNERS):
-        raise UserError(f"{key}: _target_ must be one of {', '.join(ALIGNERS)}, not {others[0]!r}")
+    function = entry.get("_target_") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict) or function not in ALIGNERS:
+        raise UserError(f"{key}: must have one of {', '.join(ALIGNERS)} as _target_, not {function!r}")
+    arguments = {name: value for name, value in entry.items() if name != "_target_"}
     try:
-        aligner = hydra.utils.instantiate(entry)
-    except InstantiationException as error:
-        raise UserError(f"{key}: cannot make an aligner ({first_line(error.__cause__ or error)})") from error
-    if not callable(aligner):
-        raise UserError(f"{key}: must be an entry with _target_, not {entry!r}")
-    return aligner
-
-
-def _targets(entry: Any) -> list[str]:
-    """Every `_target_` in a configuration entry, at any depth, because Hydra also calls nested ones."""
-    targets = []
-    if isinstance(entry, dict):
-        if "_target_" in entry:
-            targets.append(str(entry["_target_"]))
-        # Aligners may be nested in lists and mappings of arguments.
-        entry = list(entry.values())
-    if isinstance(entry, list):
-        for part in entry:
-            targets += _targets(part)
-    return targets
+        return getattr(data_aligners, function.rpartition(".")[2])(**arguments)
+    except TypeError as error:
+        raise UserError(f"{key}: cannot make an aligner ({error})") from error
 
 
 def _eos_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> int:

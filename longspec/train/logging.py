@@ -3,15 +3,14 @@
 import json
 import logging
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlparse
+from typing import Any
 
 import datasets
 import transformers
@@ -26,8 +25,10 @@ from longspec.train.config_schema import TrainConfig
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
 """File with one JSON line per step."""
+WANDB_START_S = 30
+"""Seconds that W&B may take to start."""
 WANDB_S = 60
-"""Seconds that W&B may take to start, and to finish its upload. Files that are not uploaded stay for `wandb sync`."""
+"""Seconds that W&B may take to finish its upload. Files that are not uploaded stay for `wandb sync`."""
 
 
 def setup_logging(rank: int) -> None:
@@ -145,7 +146,8 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     text = path.read_bytes()
     # A new run must not append to the metrics of another.
     if text and not last_step:
-        _set_aside(path)
+        names = (path.with_name(f"{path.stem}-earlier-{number}{path.suffix}") for number in count(1))
+        path.rename(next(name for name in names if not name.exists()))
         return {}
     lines: list[bytes] = []
     last_metrics: dict[str, Any] = {}
@@ -161,17 +163,13 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     return last_metrics
 
 
-def _set_aside(path: Path) -> None:
-    """Rename the metrics file to the next free `metrics-earlier-*.jsonl`."""
-    number = 1
-    while (kept := path.with_name(f"{path.stem}-earlier-{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(kept)
-
-
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:
     mode: Any = os.environ.get("WANDB_MODE") or config.wandb.mode
-    settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_S, finish_timeout=WANDB_S)
+    # Asks no question, and does not wait for the server.
+    if mode == "auto" and not wandb.login(prompt=False, verify=False):
+        logger.info("W&B: nobody is logged in, so this run is logged offline (run `wandb login`, later `wandb sync`)")
+        mode = "offline"
+    settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_S)
     arguments: dict[str, Any] = {
         "project": config.wandb.project,
         "name": folder.name,
@@ -180,22 +178,7 @@ def _start_wandb(folder: Path, config: TrainConfig) -> Any:
         "settings": settings,
     }
     try:
-        return wandb.init(mode=_reachable_mode() if mode == "auto" else mode, **arguments)
+        return wandb.init(mode="online" if mode == "auto" else mode, **arguments)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-        logger.warning("W&B: %s; this run is logged offline, in %s/wandb", error, folder)
+        logger.warning("W&B: %s; this run is logged offline, in %s/wandb", first_line(error), folder)
         return wandb.init(mode="offline", **arguments)
-
-
-def _reachable_mode() -> Literal["online", "offline"]:
-    """online if a user is logged in and the server answers, else offline. It asks no question and waits at most 5 s."""
-    if not wandb.login(prompt=False, verify=False):
-        logger.info("W&B: nobody is logged in, so this run is logged offline (run `wandb login`, later `wandb sync`)")
-        return "offline"
-    address = urlparse(wandb.setup().settings.base_url)
-    port = address.port or (443 if address.scheme == "https" else 80)
-    try:
-        socket.create_connection((str(address.hostname), port), timeout=5).close()
-    except OSError as error:
-        logger.warning("W&B: %s does not answer (%s), so this run is logged offline", address.hostname, error)
-        return "offline"
-    return "online"

@@ -1,24 +1,30 @@
-"""The marker of a complete checkpoint folder: its files with their digests, its progress and its run.
-
-Each rank describes the files that it wrote. Rank 0 checks that it sees all of them before it writes the marker.
-"""
+"""The marker of a complete checkpoint folder: its files with their digests, its progress and its run."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from longspec.errors import UserError
+from pydantic import TypeAdapter
+
 from longspec.replacing import replacing, sync
 from longspec.train.contents import Contents
 
 MARKER = "complete.json"
 """File name of the marker, the last file that a save writes."""
-Files = dict[str, dict[str, Any]]
-"""Size in bytes and blake2b digest of each file, by its path relative to the checkpoint folder."""
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """Size in bytes and digest of a file."""
+
+    bytes: int
+    blake2b: str
+
+
+Files = dict[str, SavedFile]
+"""The files of a checkpoint, by their paths relative to its folder."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class Run:
     """Step from which the launch started."""
     overwrites: bool = False
     """Whether the launch may replace the checkpoints of earlier runs."""
-    contents: Contents | None = None
-    """Digests of data and target; None in checkpoints of older versions."""
+    contents: Contents = field(default_factory=Contents)
+    """Digests of data and target."""
 
 
 @dataclass(frozen=True)
@@ -53,52 +59,24 @@ class Marker:
     """Contents of a marker."""
 
     progress: Progress
-    run: Run = field(default_factory=Run)
+    run: Run
     files: Files = field(default_factory=dict)
 
 
-def describe(folder: Path, files: Iterable[Path]) -> Files:
-    """Size and digest of each of `files`, all in `folder`, after syncing them to disk."""
-    files = list(files)
-    # Hashing and syncing release the GIL.
+def write_marker(folder: Path, progress: Progress, run: Run) -> None:
+    """Write the marker, the last file of a complete checkpoint folder, once the other files are on disk."""
+    paths = sorted(folder.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    # Syncing and hashing release the GIL.
     with ThreadPoolExecutor() as pool:
-        descriptions = pool.map(_synced_description, files)
-        return {str(file.relative_to(folder)): entry for file, entry in zip(files, descriptions, strict=True)}
-
-
-def write_marker(folder: Path, progress: Progress, run: Run | None = None, reports: Sequence[Files] = ()) -> None:
-    """Write the marker, the last file of a complete checkpoint folder.
-
-    reports: each rank's description of the files that it wrote. This function describes all other files in the folder.
-    Raises UserError if a reported file is missing here, as with an output folder that is local to each host.
-    """
-    files: Files = {}
-    for rank, report in enumerate(reports):
-        # Every rank wrote to the path; only a shared folder shows rank 0 the files of all hosts.
-        _check_visible(folder, rank, report)
-        files |= report
-    others = [
-        path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in files
-    ]
-    files |= describe(folder, others)
-    # A file is safe only once the folder that names it is on disk, too.
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync(path)
-
+        # A file is safe only once the folder that names it is on disk, too.
+        list(pool.map(sync, paths))
+        described = zip(files, pool.map(_describe, files), strict=True)
+    saved = {str(file.relative_to(folder)): entry for file, entry in described}
+    marker = asdict(Marker(progress, run, saved))
     with replacing(folder / MARKER) as unfinished:
-        unfinished.write_text(json.dumps(asdict(progress) | {"run": asdict(run or Run()), "files": files}))
+        unfinished.write_text(json.dumps(marker.pop("progress") | marker))
     sync(folder)
-
-
-def _check_visible(folder: Path, rank: int, report: Files) -> None:
-    for name, entry in report.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise UserError(
-                f"{file}: written by rank {rank}, but rank 0 does not see it as written; output_dir must be one folder "
-                "that all hosts share"
-            )
 
 
 def is_whole(folder: Path) -> bool:
@@ -109,25 +87,10 @@ def is_whole(folder: Path) -> bool:
 def read_marker(folder: Path) -> Marker | None:
     """The marker of a folder; None if it is invalid. Raises OSError."""
     try:
-        marker = json.loads((folder / MARKER).read_text())
-        progress = Progress(int(marker["step"]), int(marker["world_size"]), bool(marker.get("evaluation_due")))
-        run = _run(marker.get("run", {}))
-        files = {
-            name: {"bytes": entry["bytes"], "blake2b": entry["blake2b"]} for name, entry in marker["files"].items()
-        }
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        saved = json.loads((folder / MARKER).read_text())
+        return TypeAdapter(Marker).validate_python(saved | {"progress": saved})
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return Marker(progress, run, files)
-
-
-def _run(saved: dict[str, Any]) -> Run:
-    """The run in a marker. Older versions wrote fewer fields."""
-    contents = saved.get("contents")
-    if contents is not None:
-        names = (key.name for key in fields(Contents))
-        contents = Contents(**{name: [[str(file), str(digest)] for file, digest in contents[name]] for name in names})
-    start, overwrites = int(saved.get("start", 0)), bool(saved.get("overwrites"))
-    return Run(str(saved.get("id", "")), str(saved.get("launch", "")), start, overwrites, contents)
 
 
 def damage(folder: Path) -> str | None:
@@ -155,8 +118,8 @@ def _size_damage(folder: Path, files: Files) -> str | None:
             return f"{folder / MARKER} names {name}, a file outside the folder"
         if not file.is_file():
             return f"{file} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes, {entry['bytes']} were saved"
+        if file.stat().st_size != entry.bytes:
+            return f"{file} has {file.stat().st_size} bytes, {entry.bytes} were saved"
     # Shards are found by their names, so a further one would be loaded.
     for file in sorted(folder.rglob("*_states.pt")):
         if str(file.relative_to(folder)) not in files:
@@ -165,17 +128,10 @@ def _size_damage(folder: Path, files: Files) -> str | None:
 
 
 def _content_damage(folder: Path, files: Files) -> str | None:
-    for name, entry in files.items():
-        if _description(folder / name) != entry:
-            return f"{folder / name} is not the file that was saved"
-    return None
+    changed = (name for name, entry in files.items() if _describe(folder / name) != entry)
+    return next((f"{folder / name} is not the file that was saved" for name in changed), None)
 
 
-def _synced_description(file: Path) -> dict[str, Any]:
-    sync(file)
-    return _description(file)
-
-
-def _description(file: Path) -> dict[str, Any]:
+def _describe(file: Path) -> SavedFile:
     with file.open("rb") as handle:
-        return {"bytes": file.stat().st_size, "blake2b": hashlib.file_digest(handle, "blake2b").hexdigest()}
+        return SavedFile(file.stat().st_size, hashlib.file_digest(handle, "blake2b").hexdigest())

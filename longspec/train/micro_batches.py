@@ -1,9 +1,7 @@
 """The micro-batches of an optimizer step and the engine's arguments for them."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,17 +30,6 @@ class StepBatches:
     """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
     wait_s: float
     """Seconds spent waiting for the loader."""
-
-
-def take_micro_batches(arrays: Arrays, count: int) -> tuple[list[Batch], float]:
-    """The next `count` micro-batches of the loader, none at its end, and the seconds spent waiting for them."""
-    start = time.perf_counter()
-    # Waits if the loader's workers are slower than training.
-    taken = list(islice(arrays, count))
-    wait_s = time.perf_counter() - start
-    # Shares memory with the arrays; nothing is copied.
-    batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in taken]
-    return batches, wait_s
 
 
 def batch_positions(batch: Batch, variant: VariantConfig, max_positions: int, generator: torch.Generator) -> Tensor:

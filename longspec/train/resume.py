@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
 from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED
-from longspec.train.config import CONFIG_NAME, absolute_paths, read_config_file
+from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import ModelConfig, TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
-from longspec.train.generations import check_folders, drafts, find_draft, find_latest, states
-from longspec.train.markers import Progress, Run, read_marker
+from longspec.train.generations import check_folders, drafts, find_draft, find_latest, marker_of, states
+from longspec.train.markers import Progress, Run
 from longspec.train.recipe import recipe_steps
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ RESUMED_KEYS = (
     *("model.torch_dtype", "model.window"),
 )
 """Keys that must have the same values as in the run that is resumed. `with_draft_options` compares the draft's own."""
-PATH_KEYS = ("data.files", "model_name_or_path")
-"""Keys that are compared if a checkpoint has no digests of the data and the target."""
 LENGTH_KEYS = ("max_steps", "num_train_epochs")
 """Keys that may change, because a run can be extended."""
 
@@ -74,11 +72,9 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
 
     # The run keeps its id when it resumes, and each start has its own launch id.
     folder, progress = state
-    saved = read_marker(folder)
-    saved_run = saved.run if saved else Run()
     _, world_size = data_parallel_rank_and_size()
-    check_same_run(config, folder, progress, world_size, saved_run.contents, contents)
-    return Start(Run(saved_run.id, launch, progress.step, contents=contents), folder, progress)
+    check_same_run(config, folder, world_size, contents)
+    return Start(Run(marker_of(folder).run.id, launch, progress.step, contents=contents), folder, progress)
 
 
 def _check_unused(output: Path) -> None:
@@ -87,8 +83,7 @@ def _check_unused(output: Path) -> None:
     checkpoints = [*saved_drafts, *states(output)]
     if not checkpoints:
         return
-    saved = read_marker(checkpoints[0]) if saved_drafts else None
-    step = f" of step {saved.progress.step}" if saved else ""
+    step = f" of step {marker_of(checkpoints[0]).progress.step}" if saved_drafts else ""
     raise UserError(
         f"config key output_dir: {output} holds a checkpoint{step} ({checkpoints[0].name}); give resume=latest to "
         "continue it, another output_dir, or overwrite_output_dir=true to replace it"
@@ -161,36 +156,18 @@ def _as_yaml(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def check_same_run(
-    config: TrainConfig,
-    folder: Path,
-    progress: Progress,
-    world_size: int,
-    saved_contents: Contents | None = None,
-    contents: Contents | None = None,
-) -> None:
+def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents: Contents) -> None:
     """Raise UserError with all differences if `config` is not a continuation of the run saved in `folder`.
 
     RESUMED_KEYS and the contents of data and target must be equal. The number of ranks, the micro-batch size and the
     ZeRO stage may change if the number of rows per step stays the same, and so may the length of the run. Logs warnings
     about changes that affect the steps to come.
-
-    saved_contents: digests from the checkpoint, None in older checkpoints. contents: digests of the current files.
     """
-    # Relative paths are compared as what they name, not as they were typed.
-    saved = absolute_paths(read_config_file(folder / CONFIG_NAME))
-    current = absolute_paths(config)
-    keys: tuple[str, ...] = RESUMED_KEYS
-    problems: list[str] = []
-    if saved_contents is None or contents is None:
-        logger.info("resume: %s has no digests of its data and target; only their paths are compared", folder)
-        keys = (*RESUMED_KEYS, *PATH_KEYS)
-    else:
-        problems = changes(saved_contents, contents)
-    problems = [*_differences(saved, current, keys), *problems]
+    saved, marker = read_config_file(folder / CONFIG_NAME), marker_of(folder)
+    problems = [*_differences(saved, config, RESUMED_KEYS), *changes(marker.run.contents, contents)]
 
-    saved_split = _batch_split(saved, progress.world_size)
-    split = _batch_split(current, world_size)
+    saved_split = _batch_split(saved, marker.progress.world_size)
+    split = _batch_split(config, world_size)
     # The number of rows per step fixes which rows each step trains on.
     if math.prod(saved_split) != math.prod(split):
         problems.append(
@@ -199,11 +176,11 @@ def check_same_run(
     if problems:
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
 
-    if longer := _differences(saved, current, LENGTH_KEYS):
+    if longer := _differences(saved, config, LENGTH_KEYS):
         logger.warning(
             "resume: %s; from step %d on the learning rate follows the schedule of the new length",
             "; ".join(longer),
-            progress.step + 1,
+            marker.progress.step + 1,
         )
     if saved_split != split:
         # Lags and offsets are drawn per micro-step and rank (see `micro_step_generator`).

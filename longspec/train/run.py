@@ -5,17 +5,17 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from longspec.errors import reports_user_errors
-from longspec.locks import FolderLock
+from longspec.locks import locked
 from longspec.models.target_cache import resolve_target
-from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_rank
+from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_ranks
 from longspec.ranks.peers import watched
 from longspec.signals import exit_code
 from longspec.train.checkpoint import load_state, locate, saved_draft
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     signals.
     """
     # Before anything else that may log.
-    setup_logging(launched_rank())
+    setup_logging(launched_ranks()[0])
     with Termination(at_once=True) as termination:
         with watched(termination) as watch:
             start_ranks()
@@ -64,11 +64,15 @@ def train(config: TrainConfig, termination: Termination) -> bool:
     share_targets(config.tp_size)
     from_rank_zero(lambda: make_output_dir(config))
     located = from_rank_zero(lambda: locate(config))
-    with sole_writer(Path(located.output_dir)) as before_save:
-        return _train_locked(located, termination, before_save)
+    output = Path(located.output_dir)
+    with ExitStack() as stack:
+        # All ranks end with one error line if another run holds the lock, or if hosts see different folders.
+        from_rank_zero(lambda: stack.enter_context(locked(output)))
+        check_shared(output, "output_dir: ")
+        return _train_locked(located, termination)
 
 
-def _train_locked(config: TrainConfig, termination: Termination, before_save: Callable[[], None]) -> bool:
+def _train_locked(config: TrainConfig, termination: Termination) -> bool:
     """`train`, once the output folder is locked."""
     # Checkpoints name the target as the user did. The folder of a converted target exists on this machine only.
     # Rank 0 downloads or converts it, and the others find the result in the cache.
@@ -102,15 +106,7 @@ def _train_locked(config: TrainConfig, termination: Termination, before_save: Ca
     if start.state:
         load_state(engine, start.state, start.progress)
 
-    trainer = Trainer(
-        run_config,
-        engine,
-        inputs,
-        total_steps=total_steps,
-        start=start,
-        held_out_rows=held_out_rows,
-        before_save=before_save,
-    )
+    trainer = Trainer(run_config, engine, inputs, total_steps=total_steps, start=start, held_out_rows=held_out_rows)
     finished = trainer.run(termination)
     if finished:
         log_next_command(run_config)
@@ -133,20 +129,3 @@ def log_next_command(config: TrainConfig) -> None:
     folder = Path(config.output_dir) / DRAFTS[1]
     command = ["longspec", "bench", config.model_name_or_path, "--draft", str(folder)]
     logger.info("the draft is in %s; compare it with the other methods: %s", folder, shlex.join(command))
-
-
-@contextmanager
-def sole_writer(output: Path) -> Iterator[Callable[[], None]]:
-    """Lock the output folder on global rank 0 inside the context. Yields a function that all ranks call before a save.
-
-    All ranks end with one error line if another run holds the lock, or if a rank sees a different folder under this
-    path, as with disks that are local to each host.
-    """
-    locks: list[FolderLock] = []
-    try:
-        from_rank_zero(lambda: locks.append(FolderLock(output)))
-        check_shared(output, "output_dir: ")
-        yield lambda: from_rank_zero(lambda: locks[0].renew())
-    finally:
-        for lock in locks:
-            lock.release()

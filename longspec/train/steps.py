@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from longspec.train.micro_batches import (
     batch_positions,
     draw_lags,
     engine_inputs,
-    take_micro_batches,
     weighted_sum,
 )
 from longspec.train.positions import micro_step_generator
@@ -71,7 +71,12 @@ class OptimizerSteps:
 
     def load(self, step: int) -> None:
         """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
-        micro_batches, wait_s = take_micro_batches(self.arrays, self.accumulation)
+        start = time.perf_counter()
+        # Waits if the loader's workers are slower than training.
+        arrays = list(islice(self.arrays, self.accumulation))
+        wait_s = time.perf_counter() - start
+        # Shares memory with the arrays; nothing is copied.
+        micro_batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
         self.batches = None
         if micro_batches:
             first_inputs = self.micro_batch_inputs((step - 1) * self.accumulation, micro_batches[0])

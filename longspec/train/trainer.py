@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -35,12 +34,10 @@ class Trainer:
         total_steps: int,
         start: Start = FRESH,
         held_out_rows: int = 0,
-        before_save: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the steps after `start` up to `total_steps`.
 
-        held_out_rows: number of rows per evaluation, 0 for no evaluation. before_save: called on all ranks before each
-        save (see `sole_writer`).
+        held_out_rows: number of rows per evaluation, 0 for no evaluation.
         """
         self.config = config
         self.engine = engine
@@ -48,7 +45,6 @@ class Trainer:
         self.start_step = start.progress.step
         self.total_steps = total_steps
         self.run_identity = start.run
-        self.before_save = before_save
         self.evaluation_due = start.progress.evaluation_due and held_out_rows > 0
         """Whether the last step's evaluation was interrupted. A resumed run may no longer have held-out data."""
         self.best_acceptance_length = -math.inf
@@ -83,7 +79,8 @@ class Trainer:
         self.engine.train()
         # Iterating starts the loading processes. They load while rank 0 opens the log.
         arrays = iter(self.loader)
-        self.best_acceptance_length = from_rank_zero(self._saved_best)
+        if self.start_step and self.config.evaluation.keep_best:
+            self.best_acceptance_length = from_rank_zero(lambda: read_best(self.config, self.run_identity))
         log = rank_zero_first(lambda: RunLog(self.config, dist.get_rank(), self.start_step, self.total_steps))
 
         # Up to this barrier a signal ends all ranks immediately. From here on they stop together after a step.
@@ -108,11 +105,6 @@ class Trainer:
         log.close()
         return finished
 
-    def _saved_best(self) -> float:
-        """Acceptance length of the best draft so far, -inf if there is none that this run continues from."""
-        continues = self.start_step and self.config.evaluation.keep_best
-        return read_best(self.config, self.run_identity) if continues else -math.inf
-
     def _save_stopped(self, step: int, termination: Termination) -> None:
         """Save `step`, the last finished one, unless it is saved already, and log where the run stopped."""
         if self.start_step < step < self.total_steps and step % self.config.save_steps:
@@ -123,7 +115,6 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Save a checkpoint of `step`. All ranks call it."""
-        self.before_save()
         # With an evaluation due, a resumed run repeats it before the next step.
         progress = Progress(step, self.world_size, self.evaluation_due)
         save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.run_identity)
@@ -158,7 +149,6 @@ class Trainer:
             acceptance_length = metrics["eval_acceptance_length"]
             if acceptance_length > self.best_acceptance_length:
                 self.best_acceptance_length = acceptance_length
-                self.before_save()
                 progress = Progress(step, self.world_size)
                 save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, metrics, self.run_identity)
         return metrics

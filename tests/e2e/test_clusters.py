@@ -1,17 +1,25 @@
 """Two hosts: two torchrun agents on this machine, which share nothing but the disk and a port."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from training_fixtures import LIMIT_S, ROOT, launch_environment, make_target, metrics, plain_training, write_texts
+from training_fixtures import (
+    LIMIT_S,
+    ROOT,
+    TINY,
+    TRAINER,
+    launch_environment,
+    metrics,
+    overrides_of,
+    plain_training,
+    tiny_config,
+)
 
 from longspec.longbench.command import main
 from longspec.pipeline.processes import free_port
-from longspec.train.config import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -36,11 +44,10 @@ def run_hosts(
     return [(agent.returncode, error) for agent, error in zip(agents, errors, strict=True)]
 
 
-def test_an_evaluation_survives_the_death_of_a_rank_on_the_other_host(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target")
+def test_an_evaluation_survives_the_death_of_a_rank_on_the_other_host(work: Path, tmp_path: Path) -> None:
     records = [{"_id": f"r{n}", "input": "", "context": f"x = {n}\n" * (n + 1)} for n in range(7)]
     (tmp_path / "lcc.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    line = ["--target", str(target), "--method", "vanilla", "--task", "lcc", "--data_path_prefix", str(tmp_path)]
+    line = ["--target", f"{work}/target", "--method", "vanilla", "--task", "lcc", "--data_path_prefix", str(tmp_path)]
     line += ["--min_prompt_len", "10", "--headroom", "3000", "--max_gen_len", "6", "--device", "cpu"]
     line += ["--output_dir", str(tmp_path / "out")]
     master = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
@@ -61,15 +68,11 @@ def test_an_evaluation_survives_the_death_of_a_rank_on_the_other_host(tmp_path: 
     assert saved < {*written} and len(written) == 7
 
 
-def test_training_on_two_hosts_is_that_of_one_plain_loop(tmp_path: Path) -> None:
-    target, data = make_target(tmp_path / "target"), write_texts(tmp_path / "data.jsonl")
-    arguments = ["-cp", os.path.join(ROOT, "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing"]
-    arguments += [f"model_name_or_path={target}", f"data.files={data}", f"data.cache_dir={tmp_path}/cache"]
-    arguments += [f"output_dir={tmp_path}/out", "variant=base", "max_steps=2", "data.pack=false", "resume=latest"]
-    config = load_config(arguments)
-    assert config is not None
-    losses, _ = plain_training(config, steps=2, ranks=2)
+def test_training_on_two_hosts_is_that_of_one_plain_loop(work: Path, tmp_path: Path) -> None:
+    more = ["variant=base", "max_steps=2", "data.pack=false", "resume=latest"]
+    arguments = overrides_of(work, tmp_path / "out", *more)
+    losses, _ = plain_training(tiny_config(*arguments), steps=2, ranks=2)
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_port()}"]
-    hosts = run_hosts(rendezvous, ["./trainer_base_ds_mul_fs_tp.py", *arguments], [[], []])
+    hosts = run_hosts(rendezvous, [TRAINER, "-cp", "conf/exp", "-cn", TINY, *arguments], [[], []])
     assert [code for code, _ in hosts] == [0, 0], hosts
     assert [step["loss"] for step in metrics(tmp_path / "out")] == pytest.approx(losses, rel=1e-5)

@@ -19,17 +19,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_fixtures import NEEDS_MUON, ROOT, launched, make_target, metrics, plain_training, write_texts
+from training_fixtures import (
+    NEEDS_MUON,
+    SHARDED,
+    TINY,
+    launched,
+    lose_newest,
+    make_target,
+    metrics,
+    overrides_of,
+    plain_training,
+    tiny_config,
+    write_texts,
+)
 
 from longspec.models.draft_files import load_draft
 from longspec.models.target_split import split_target
-from longspec.train.config import load_config
-from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair, cosine_with_warmup
 
 pytestmark = pytest.mark.slow
-EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
-SHARDED = "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"  # or tiny weights stay whole
 STEPS, ROWS_A_STEP, TEXTS, LEARNING_RATE = 12, 4, 10, 1e-3
 
 
@@ -52,63 +60,61 @@ class Setting:
     def folder(self) -> str:
         return self.name.replace(" ", "-").replace(",", "").replace("=", "-")
 
-    def overrides(self) -> list[str]:
-        batch = [
-            f"per_device_train_batch_size={self.micro_batch}",
-            f"gradient_accumulation_steps={self.accumulation}",
-        ]
-        return [*batch, *self.more]
+    @property
+    def reference(self) -> "Setting":
+        """One rank with the same optimizer."""
+        return replace(MUON if "optimizer=muon" in self.more else REFERENCE, device=self.device)
+
+    def overrides(self, work: Path) -> list[str]:
+        """10 texts, each a row, at 4 a step, so that every third step or so lies across two epochs."""
+        given = [f"per_device_train_batch_size={self.micro_batch}"]
+        given += [f"gradient_accumulation_steps={self.accumulation}", f"model_name_or_path={work}/{self.target}"]
+        given += [f"evaluation.files={work}/held_out.jsonl", "evaluation.rows=3", f"evaluation.steps={STEPS}"]
+        given += ["variant=base", "data.pack=false", "data.max_length=512", f"learning_rate={LEARNING_RATE}"]
+        given += ["max_grad_norm=0.5", f"save_steps={STEPS // 2}"]
+        return overrides_of(work, work / self.folder, *given, *self.more)
 
 
 REFERENCE = Setting("1 rank, ZeRO-1, fp32, 4 x 1")
 TWO_RANKS = Setting("2 ranks", ranks=2, micro_batch=2)
-ZERO_3 = Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero3", SHARDED))
+ZERO_3 = Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=SHARDED)
 IN_BF16: dict[str, Any] = {"more": ("model.torch_dtype=bfloat16",), "loss": 1e-3, "norm": 2e-2, "draft": 0.1}
 BF16 = Setting("bf16", **IN_BF16)
 IN_MUON: dict[str, Any] = IN_BF16 | {"more": (*IN_BF16["more"], "optimizer=muon", "learning_rate=0.01")}
 MUON = Setting("1 rank, muon", **IN_MUON)
-WITH_MUON = [
-    Setting("accumulation 1 x 4, muon", micro_batch=1, accumulation=4, **IN_MUON),
-    Setting("2 ranks, muon", ranks=2, micro_batch=2, **IN_MUON),
-]
-SETTINGS = [
+TWO_MUON_RANKS = Setting("2 ranks, muon", ranks=2, micro_batch=2, **IN_MUON)
+IN_FP32 = [
     Setting("accumulation 1 x 4", micro_batch=1, accumulation=4),
     TWO_RANKS,
     Setting("ZeRO-2", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero2",)),
     ZERO_3,
     Setting("tp_size=2", ranks=2, more=("tp_size=2",), target="halves"),
-    Setting("tp_size=2, ZeRO-3", ranks=2, more=("tp_size=2", "deepspeed=zero3", SHARDED), target="halves"),
-    BF16,
-]
-RESUMED = [
-    (REFERENCE, ZERO_3, REFERENCE),
-    (TWO_RANKS, REFERENCE, REFERENCE),
-    (ZERO_3, TWO_RANKS, REFERENCE),
-    (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16), REFERENCE),
-    pytest.param(MUON, WITH_MUON[1], MUON, marks=NEEDS_MUON),
+    Setting("tp_size=2, ZeRO-3", ranks=2, more=("tp_size=2", *SHARDED), target="halves"),
 ]
 FOUR_RANKS = [
     Setting("4 ranks", ranks=4, micro_batch=1),
-    Setting("4 ranks, ZeRO-3", ranks=4, micro_batch=1, more=("deepspeed=zero3", SHARDED)),
+    Setting("4 ranks, ZeRO-3", ranks=4, micro_batch=1, more=SHARDED),
     Setting("4 ranks, tp_size=2", ranks=4, micro_batch=2, more=("tp_size=2",), target="halves"),
 ]
-IN_FP32 = [*(one for one in SETTINGS if one is not BF16), *FOUR_RANKS]
-ON_GPUS = [replace(one, device="cuda", loss=1e-5, norm=1e-4, draft=1e-3) for one in IN_FP32]
-ON_GPUS.append(replace(BF16, device="cuda"))
+ROUNDED = [BF16, Setting("accumulation 1 x 4, muon", micro_batch=1, accumulation=4, **IN_MUON), TWO_MUON_RANKS]
+ON_GPUS = [replace(one, device="cuda", loss=1e-5, norm=1e-4, draft=1e-3) for one in (*IN_FP32, *FOUR_RANKS)]
+ON_GPUS += [replace(one, device="cuda") for one in ROUNDED]
+RESUMED = [
+    (REFERENCE, ZERO_3),
+    (TWO_RANKS, REFERENCE),
+    (ZERO_3, TWO_RANKS),
+    (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16)),
+    (MUON, TWO_MUON_RANKS),
+]
 
 
-def overrides(work: Path) -> list[str]:
-    """Of every run; 10 texts, each a row, at 4 a step, so that every third step or so lies across two epochs."""
-    given = [f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache"]
-    given += [f"evaluation.files={work}/held_out.jsonl", "evaluation.rows=3", "variant=base"]
-    given += ["data.pack=false", "data.max_length=512"]
-    return [
-        *given,
-        f"learning_rate={LEARNING_RATE}",
-        "max_grad_norm=0.5",
-        f"evaluation.steps={STEPS}",
-        f"save_steps={STEPS // 2}",
-    ]
+def cases(settings: list[Any]) -> list[Any]:
+    """Parameters of a test; those with Muon need a DeepSpeed that has it."""
+    return [pytest.param(one, marks=[NEEDS_MUON] if "muon" in str(one) else [], id=names(one)) for one in settings]
+
+
+def names(settings: Setting | tuple[Setting, ...]) -> str:
+    return settings.name if isinstance(settings, Setting) else ", then ".join(one.name for one in settings)
 
 
 def prepare(work: Path, reference: Setting) -> Path:
@@ -135,70 +141,50 @@ def train(work: Path, setting: Setting, *more: str) -> Path:
     """Launch the run, unless a test before has; its output folder."""
     output = work / setting.folder
     if not output.exists() or "resume=latest" in more:
-        line = [*overrides(work), f"model_name_or_path={work}/{setting.target}", *setting.overrides()]
-        line += [f"output_dir={output}", *more]
-        launched(EXPERIMENT, *line, ranks=setting.ranks, script="tests/watched_run.py", device=setting.device)
+        line = [*setting.overrides(work), *more]
+        launched(TINY, *line, ranks=setting.ranks, script="tests/watched_run.py", device=setting.device)
     return output
 
 
-def assert_same_curve(work: Path, output: Path, setting: Setting, reference: Setting = REFERENCE) -> None:
+def assert_same_curve(work: Path, setting: Setting) -> None:
     """The same steps; and losses, gradient norms, held-out loss and last draft that differ by rounding alone."""
-    ours, wanted = metrics(output), metrics(work / reference.folder)
+    train(work, setting.reference, f"max_steps={STEPS}")
+    output = train(work, setting, f"max_steps={STEPS}")
+    ours, wanted = metrics(output), metrics(work / setting.reference.folder)
     for name in ("step", "lr", "tokens", "epoch"):
         assert [line[name] for line in ours] == [line[name] for line in wanted], name
     for name, tolerance in (("loss", setting.loss), ("grad_norm", setting.norm)):
         assert [line[name] for line in ours] == pytest.approx([line[name] for line in wanted], rel=tolerance), name
     assert ours[-1]["eval_loss"] == pytest.approx(wanted[-1]["eval_loss"], rel=setting.loss)
-    assert share_of_the_way(work, load_draft(output / "checkpoint-last"), reference) < setting.draft
+    assert share_of_the_way(work, load_draft(output / "checkpoint-last"), setting.reference) < setting.draft
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", cases([*IN_FP32, *ROUNDED]))
 def test_same_curve(work: Path, setting: Setting) -> None:
-    assert_same_curve(work, train(work, setting, f"max_steps={STEPS}"), setting)
-
-
-@NEEDS_MUON
-@pytest.mark.parametrize("setting", WITH_MUON, ids=lambda setting: setting.name)
-def test_same_curve_with_muon(work: Path, setting: Setting) -> None:
-    train(work, MUON, f"max_steps={STEPS}")
-    assert_same_curve(work, train(work, setting, f"max_steps={STEPS}"), setting, MUON)
+    assert_same_curve(work, setting)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("setting", ON_GPUS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", cases(ON_GPUS))
 def test_same_curve_on_gpus(gpu_work: Path, setting: Setting) -> None:
     """Over NCCL, and with CUDA's kernels; a setting of more ranks than there are GPUs is skipped."""
     if setting.ranks > torch.cuda.device_count():
         pytest.skip(f"needs {setting.ranks} GPUs")
-    assert_same_curve(gpu_work, train(gpu_work, setting, f"max_steps={STEPS}"), setting)
+    assert_same_curve(gpu_work, setting)
 
 
-@pytest.mark.gpu
-@NEEDS_MUON
-@pytest.mark.parametrize("setting", WITH_MUON, ids=lambda setting: setting.name)
-def test_same_curve_with_muon_on_gpus(gpu_work: Path, setting: Setting) -> None:
-    if setting.ranks > torch.cuda.device_count():
-        pytest.skip(f"needs {setting.ranks} GPUs")
-    train(gpu_work, replace(MUON, device="cuda"), f"max_steps={STEPS}")
-    setting = replace(setting, device="cuda")
-    assert_same_curve(gpu_work, train(gpu_work, setting, f"max_steps={STEPS}"), setting, MUON)
-
-
-@pytest.mark.parametrize(("before", "after", "reference"), RESUMED, ids=lambda setting: setting.name)
-def test_same_curve_when_half_way_the_ranks_are_others(
-    work: Path, before: Setting, after: Setting, reference: Setting
-) -> None:
+@pytest.mark.parametrize("settings", cases(RESUMED))
+def test_same_curve_when_half_way_the_ranks_are_others(work: Path, settings: tuple[Setting, Setting]) -> None:
     """Six steps cut in one way, six in another: optimizer state and all, as if nothing had changed."""
+    before, after = settings
     straight = train(work, before, f"max_steps={STEPS}")
     changed = replace(after, name=f"{before.folder} then {after.folder}")
-    output = shutil.copytree(straight, work / changed.folder)
-    for newest in ("last_ds", "checkpoint-last"):
-        shutil.rmtree(output / newest)
+    lose_newest(shutil.copytree(straight, work / changed.folder))
     train(work, changed, f"max_steps={STEPS}", "resume=latest")
-    assert_same_curve(work, output, changed, reference)
+    assert_same_curve(work, changed)
 
 
-def share_of_the_way(work: Path, draft: dict[str, Tensor], reference: Setting = REFERENCE) -> float:
+def share_of_the_way(work: Path, draft: dict[str, Tensor], reference: Setting) -> float:
     """How far `draft` is from the reference's, over how far that is from the fresh one."""
     wanted = load_draft(work / reference.folder / "checkpoint-last")
     return distance(draft, wanted) / distance(fresh_draft(work), wanted)
@@ -210,26 +196,16 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((weight.double() - other[name].double()).square().sum() for name, weight in one.items()) ** 0.5)
 
 
-def reference_config(work: Path, reference: Setting = REFERENCE) -> TrainConfig:
-    given = [*overrides(work), f"model_name_or_path={work}/target", *reference.overrides()]
-    given.append(f"output_dir={work}/{reference.folder}")
-    config = load_config(["-cp", str(ROOT / "conf/exp"), "-cn", EXPERIMENT, *given])
-    assert config is not None
-    return config
-
-
 def fresh_draft(work: Path) -> dict[str, Tensor]:
-    pair: Any = build_pair(reference_config(work), None)
+    pair: Any = build_pair(tiny_config(*REFERENCE.overrides(work)), None)
     return pair.draft_model.state_dict()
 
 
-@pytest.mark.parametrize(
-    "reference", [REFERENCE, pytest.param(MUON, marks=NEEDS_MUON)], ids=lambda setting: setting.name
-)
+@pytest.mark.parametrize("reference", cases([REFERENCE, MUON]))
 def test_reference_is_plain_training(work: Path, reference: Setting) -> None:
     """A plain loop in torch, in fp32: the whole logits' cross-entropy, torch's optimizers and clipping, no engine."""
     output = train(work, reference, f"max_steps={STEPS}")
-    config = reference_config(work, reference)
+    config = tiny_config(*reference.overrides(work))
     config = replace(config, model=replace(config.model, torch_dtype="float32"))
     losses, weights = plain_training(config, STEPS, ranks=1)
     assert [line["loss"] for line in metrics(output)] == pytest.approx(losses, rel=reference.loss)

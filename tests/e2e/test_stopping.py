@@ -6,46 +6,36 @@ import pty
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from forked_ranks import Rank, exit_code, kill
+from forked_ranks import exit_code
 from training_fixtures import (
+    LIMIT_S,
     ROOT,
+    TINY,
     TRAINER,
+    background,
     launch_environment,
     launch_line,
     launched,
-    make_target,
     metrics,
-    start_ranks_of,
-    write_texts,
+    overrides_of,
+    wait_for_step,
+    wait_until,
 )
 
 from longspec.train.generations import find_latest
 
 pytestmark = pytest.mark.slow
-EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
-LIMIT_S = 300
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("stopping")
-    make_target(work / "target")
-    write_texts(work / "texts.jsonl")
-    return work
 
 
 def overrides(work: Path, output: Path) -> list[str]:
     """An endless run that saves nothing by itself."""
-    data = [f"data.files={work}/texts.jsonl", f"data.cache_dir={work}/cache", "data.pack=false", "data.num_workers=1"]
-    steps = ["max_steps=100000", "save_steps=100000"]
-    return [f"model_name_or_path={work}/target", f"output_dir={output}", *data, *steps]
+    return overrides_of(work, output, "data.pack=false", "data.num_workers=1", "max_steps=100000", "save_steps=100000")
 
 
 @contextmanager
@@ -62,16 +52,6 @@ def running(command: list[str], log: Path, **environment: str) -> Iterator[psuti
             run.wait()
 
 
-@contextmanager
-def forked(log: Path, given: list[str], **how: str) -> Iterator[list[Rank]]:
-    """Two ranks in the background without the launcher."""
-    ranks = start_ranks_of(EXPERIMENT, *given, log=log, **how)
-    try:
-        yield ranks
-    finally:
-        kill(ranks)
-
-
 def session(leader: int) -> list[psutil.Process]:
     """The processes that run in a session."""
     found = []
@@ -80,17 +60,6 @@ def session(leader: int) -> list[psutil.Process]:
             if os.getsid(one.pid) == leader and one.status() != psutil.STATUS_ZOMBIE:
                 found.append(one)
     return found
-
-
-def wait_until(done: object, log: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.02)
-
-
-def wait_for_step(output: Path, log: Path, step: int = 2) -> None:
-    wait_until(lambda: (output / "metrics.jsonl").exists() and len(metrics(output)) >= step, log)
 
 
 def assert_saved(output: Path) -> int:
@@ -120,7 +89,7 @@ def test_every_way_to_stop_a_launch_saves_and_ends_it(
     A launcher that hears the signal kills the ranks after 30 seconds; they would then not have saved.
     """
     output, log = tmp_path / "out", tmp_path / "log"
-    with running(launch_line(EXPERIMENT, *overrides(work, output)), log, WANDB_MODE="offline") as run:
+    with running(launch_line(TINY, *overrides(work, output)), log, WANDB_MODE="offline") as run:
         wait_for_step(output, log)
         launch = run.children()[0]
         if receiver == "group":
@@ -142,7 +111,7 @@ def test_every_way_to_stop_a_launch_saves_and_ends_it(
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(work: Path, tmp_path: Path) -> None:
     output, log = tmp_path / "out", tmp_path / "log"
-    with forked(log, overrides(work, output)) as ranks:
+    with background(*overrides(work, output), log=log) as ranks:
         wait_for_step(output, log)
         os.kill(ranks[1].pid, signal.SIGHUP)
         assert exit_code(ranks, LIMIT_S) == 128 + signal.SIGHUP
@@ -151,14 +120,14 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(work: Path, tmp_path
     assert line.endswith(f"SIGHUP: stopped after step {step}; resume=latest goes on from there")
     assert "Traceback" not in log.read_text()
     more = [*overrides(work, output), "resume=latest", f"max_steps={step + 1}"]
-    assert f"steps {step + 1} …" in launched(EXPERIMENT, *more)
+    assert f"steps {step + 1} …" in launched(TINY, *more)
 
 
 def test_a_closed_terminal_saves_and_ends_a_launch(work: Path, tmp_path: Path) -> None:
     """The kernel sends SIGHUP to all, and every write to the terminal fails from then on."""
     output, log = tmp_path / "out", tmp_path / "log"
     log.write_text("")
-    command = launch_line(EXPERIMENT, *overrides(work, output))
+    command = launch_line(TINY, *overrides(work, output))
     leader, terminal = pty.fork()
     if leader == 0:
         os.chdir(ROOT)
@@ -184,7 +153,7 @@ def test_a_closed_terminal_saves_and_ends_a_launch(work: Path, tmp_path: Path) -
 def test_a_run_without_launcher_stops_on_a_signal(work: Path, tmp_path: Path) -> None:
     """It comes during the imports, when the handlers are set; later ones: see the launches."""
     output, log = tmp_path / "out", tmp_path / "log"
-    command = [sys.executable, TRAINER, "-cp", "conf/exp/", "-cn", EXPERIMENT, *overrides(work, output)]
+    command = [sys.executable, TRAINER, "-cp", "conf/exp/", "-cn", TINY, *overrides(work, output)]
     with running(command, log) as run:
         wait_until(lambda: handles(run.pid, signal.SIGTERM), log)
         run.send_signal(signal.SIGINT)
@@ -206,7 +175,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(work: Path, tmp_path: Path) ->
     output, log, fifo = tmp_path / "out", tmp_path / "log", tmp_path / "fifo"
     os.mkfifo(fifo)
     held: list[int] = []
-    with forked(log, overrides(work, output), script="tests/waiting_run.py", WAITS_FOR=str(fifo)) as ranks:
+    with background(*overrides(work, output), log=log, script="tests/waiting_run.py", WAITS_FOR=str(fifo)) as ranks:
         wait_until(lambda: opened_for(fifo, held), log)
         for rank in ranks:
             os.kill(rank.pid, signal.SIGINT)

@@ -1,60 +1,53 @@
 """Training with `tp_size=2`: the run that whole targets would give, from its losses to its files."""
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from training_fixtures import launch, launched, make_target, metrics, write_texts
+from training_fixtures import (
+    SHARDED,
+    TINY,
+    equal_drafts,
+    error_line,
+    launch,
+    launched,
+    lose_newest,
+    make_target,
+    overrides_of,
+    timeless,
+    write_texts,
+)
 
 from longspec.models.draft_files import load_draft
 from longspec.train.checkpoint import read_draft
 
-EXPERIMENT = "tiny_glide_stage1_sinkpi-slicing"
-SHARDED = ["deepspeed=zero3", "+deepspeed.zero_optimization.stage3_param_persistence_threshold=0"]
-EXTENDED = ["model.kv_layers=[1]", "model.target_feature=true"]
+pytestmark = pytest.mark.slow
 STEPS = 4
-TIMES = {"seconds", "data_seconds"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A target with tied embeddings, which is cut while it is loaded, and what is launched on it.
-
-    A target that is split before, the base variant and ZeRO-1 are rows of tests/e2e/test_equivalence.py.
-    """
-
-    work: Path
-
-    def arguments(self, output: str, shared: bool) -> list[str]:
-        given = ["model=qwen2", "model.torch_dtype=float32", "model.attn_implementation=sdpa", *SHARDED, *EXTENDED]
-        given += [
-            f"model_name_or_path={self.work}/target",
-            f"data.files={self.work}/data.jsonl",
-            "log_target_loss=true",
-        ]
-        given += [f"data.cache_dir={self.work}/cache", f"output_dir={self.work}/{output}", *(["tp_size=2"] * shared)]
-        return [*given, f"max_steps={STEPS}", "save_steps=2"]
-
-    def launch(self, output: str, ranks: int, shared: bool, *more: str) -> str:
-        return launched(EXPERIMENT, *self.arguments(output, shared), *more, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    work = tmp_path_factory.mktemp("run")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, and a target with tied embeddings, which is cut while it is loaded.
+
+    A target that is split before, the base variant and ZeRO-1 are rows of tests/e2e/test_equivalence.py.
+    """
+    work = tmp_path_factory.mktemp("tied")
     make_target(work / "target", "qwen2", tie_word_embeddings=True)
-    write_texts(work / "data.jsonl")
-    return Run(work)
+    write_texts(work / "texts.jsonl")
+    return work
+
+
+def overrides(work: Path, output: str, *more: str) -> list[str]:
+    model = ["model=qwen2", "model.torch_dtype=float32", "model.attn_implementation=sdpa", "model.kv_layers=[1]"]
+    given = [*model, "model.target_feature=true", *SHARDED, "log_target_loss=true", f"max_steps={STEPS}"]
+    return overrides_of(work, work / output, *given, "save_steps=2", *more)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
     """The same steps up to the rounding of sums in another order, and the same files."""
-    for before, after in zip(metrics(one), metrics(other), strict=True):
-        assert before.keys() == after.keys()
-        for name in before.keys() - TIMES:
-            assert after[name] == pytest.approx(before[name], rel=2e-6, abs=1e-7), name
+    for before, after in zip(timeless(one), timeless(other), strict=True):
+        assert after == pytest.approx(before, rel=2e-6, abs=1e-7)
     drafts = [load_draft(folder / "checkpoint-last") for folder in (one, other)]
     torch.testing.assert_close(drafts[1], drafts[0], rtol=1e-5, atol=1e-6)
     files = [{str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} for folder in (one, other)]
@@ -66,41 +59,28 @@ def assert_same_run(one: Path, other: Path) -> None:
         )
 
 
-@pytest.mark.slow
-def test_two_ranks_that_share_a_target_are_as_one_and_go_on_exactly(run: Run) -> None:
+def test_two_ranks_that_share_a_target_are_as_one_and_go_on_exactly(tied: Path) -> None:
     """One rank with the whole target; two that share it; and these again from their older checkpoint, bit for bit."""
-    run.launch("whole", 1, False)
-    run.launch("shared", 2, True)
-    whole, shared, again = (run.work / name for name in ("whole", "shared", "again"))
+    launched(TINY, *overrides(tied, "whole"), ranks=1)
+    launched(TINY, *overrides(tied, "shared", "tp_size=2"))
+    whole, shared, again = (tied / name for name in ("whole", "shared", "again"))
     assert_same_run(whole, shared)
-    draft = load_draft(shared / "checkpoint-last")
-    extracted = read_draft(shared / "last_ds")
+    draft, extracted = load_draft(shared / "checkpoint-last"), read_draft(shared / "last_ds")
     assert all(torch.equal(extracted[name], weight) for name, weight in draft.items())
     shutil.copytree(shared, again)
-    for newest in ("last_ds", "checkpoint-last"):
-        shutil.rmtree(again / newest)
-    assert f"steps 3 … {STEPS}" in run.launch("again", 2, True, "resume=latest")
-    shown = [
-        [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
-        for folder in (shared, again)
-    ]
-    assert shown[0] == shown[1]
-    resumed = load_draft(again / "checkpoint-last")
-    assert all(torch.equal(resumed[name], weight) for name, weight in draft.items())
+    lose_newest(again)
+    assert f"steps 3 … {STEPS}" in launched(TINY, *overrides(tied, "again", "tp_size=2", "resume=latest"))
+    assert timeless(shared) == timeless(again)
+    assert equal_drafts(shared / "checkpoint-last", again / "checkpoint-last")
 
 
-@pytest.mark.slow
-def test_two_pairs_of_ranks_are_as_two_ranks(run: Run) -> None:
+def test_two_pairs_of_ranks_are_as_two_ranks(tied: Path) -> None:
     """Rows, lags, optimizer state and the loss's mean follow the pairs, of which each trains on its own rows."""
-    run.launch("two", 2, False)
-    run.launch("pairs", 4, True)
-    assert_same_run(run.work / "two", run.work / "pairs")
+    launched(TINY, *overrides(tied, "two"))
+    launched(TINY, *overrides(tied, "pairs", "tp_size=2"), ranks=4)
+    assert_same_run(tied / "two", tied / "pairs")
 
 
-@pytest.mark.slow
-def test_ranks_that_make_no_groups_are_one_line(run: Run) -> None:
-    result = launch(EXPERIMENT, *run.arguments("refused", True), ranks=1)
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert result.returncode == 2 and len(errors) == 1, result.stderr[-3000:]
-    assert "config key tp_size: 1 ranks cannot form groups of 2" in errors[0]
-    assert "Traceback" not in result.stderr
+def test_ranks_that_make_no_groups_are_one_line(tied: Path) -> None:
+    result = launch(TINY, *overrides(tied, "refused", "tp_size=2"), ranks=1)
+    assert "config key tp_size: 1 ranks cannot form groups of 2" in error_line(result)

@@ -3,9 +3,9 @@
 import errno
 import math
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,18 +17,20 @@ from longspec.train import generations, markers
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
 from longspec.train.config_schema import TrainConfig
+from longspec.train.contents import Contents
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, find_draft, find_latest
-from longspec.train.markers import MARKER, Progress, Run, describe, is_whole, write_marker
+from longspec.train.markers import MARKER, Progress, Run, is_whole, write_marker
 from longspec.train.resume import check_same_run
 
 DRAFT_FILE = "draft_model_weights.pth"
+ANY_RUN = Run()
 
 
 def progress(step: int) -> Progress:
     return Progress(step, world_size=2)
 
 
-def write(folder: Path, step: int, whole: bool = True, run: Run | None = None) -> None:
+def write(folder: Path, step: int, whole: bool = True, run: Run = ANY_RUN) -> None:
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "content").write_text(str(step))
     if whole:
@@ -121,20 +123,22 @@ def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
 ) -> None:
     """The result is -inf if the draft is damaged or was the best on other rows, so that the next evaluation replaces
     it."""
-    given = {"output_dir": str(tmp_path), "evaluation.files": "[held_out.jsonl]"}
-    assert read_best(stored_config(**given)) == -math.inf and not caplog.text
+    config = stored_config(output_dir=str(tmp_path))
+    run = Run("one", contents=Contents(held_out=[["here", "abc"]]))
+    assert read_best(config, run) == -math.inf and not caplog.text
     best = tmp_path / BEST[1]
     best.mkdir()
-    (best / CONFIG_NAME).write_text(to_yaml(stored_config(**given)))
+    (best / CONFIG_NAME).write_text(to_yaml(config))
     (best / "evaluation.json").write_text('{"step": 4, "eval_acceptance_length": 2.5}')
-    write_marker(best, progress(4))
-    assert read_best(stored_config(**given)) == 2.5 and not caplog.text
-    for other in ({"evaluation.files": "[other.jsonl]"}, {"evaluation.rows": "3"}):
-        assert read_best(stored_config(**(given | other))) == -math.inf
-        assert "other held-out rows" in caplog.text
-    assert read_best(stored_config(**given), Run("another")) == -math.inf and "is of another run" in caplog.text
+    write_marker(best, progress(4), run)
+    assert read_best(config, replace(run, contents=Contents(held_out=[["moved", "abc"]]))) == 2.5 and not caplog.text
+    fewer_rows = stored_config(output_dir=str(tmp_path), **{"evaluation.rows": "3"})
+    for other, own in ((config, replace(run, contents=Contents())), (fewer_rows, run)):
+        assert read_best(other, own) == -math.inf and "other held-out rows" in caplog.text
+        caplog.clear()
+    assert read_best(config, Run("another")) == -math.inf and "is of another run" in caplog.text
     (best / "evaluation.json").write_text("{}")
-    assert read_best(stored_config(**given)) == -math.inf and "has 2 bytes" in caplog.text
+    assert read_best(config, run) == -math.inf and "has 2 bytes" in caplog.text
 
 
 @pytest.mark.parametrize("state_whole", [True, False])
@@ -151,20 +155,16 @@ def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: boo
 
 
 def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -> None:
-    write(tmp_path / "last_ds", 4, whole=False)
-    write(tmp_path / "last_2ds", 2)
-    write(tmp_path / STATES[0], 3)
-    write(tmp_path / DRAFTS[0], 3)
-    complete_saves(tmp_path)
-    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
-
-
-def test_nothing_is_not_the_same_as_nothing_whole(tmp_path: Path) -> None:
-    """An empty folder means a new run. If all states are damaged, the run must not restart at 0."""
+    """If all states are damaged, the run must not restart at 0, as it does in an empty folder."""
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
     write(tmp_path / "last_ds", 4, whole=False)
     with pytest.raises(UserError, match="last_ds was not saved whole"):
         find_latest(tmp_path)
+    write(tmp_path / "last_2ds", 2)
+    for names in (STATES, DRAFTS):
+        write(tmp_path / names[0], 3)
+    complete_saves(tmp_path)
+    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
 
 
 DAMAGES = {
@@ -278,31 +278,15 @@ def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) 
     assert step_of(tmp_path / "last_ds") == 4
 
 
-@pytest.mark.parametrize("kind", ["dangling", "file"])
-def test_a_dangling_link_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_dangling_link_or_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "last_ds"
-    state.symlink_to(tmp_path / "gone") if kind == "dangling" else state.touch()
-    with pytest.raises(UserError, match=r"last_ds: .*(mount it or remove the link|not a folder)") as error:
-        generations.check_folders(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_a_marker_has_every_ranks_own_report(tmp_path: Path) -> None:
-    """Rank 0 does not see a shard of rank 1, or sees a truncated one, or one with another digest."""
-    folder, elsewhere = tmp_path / "here", tmp_path / "there"
-    write(folder, 1, whole=False)
-    write(elsewhere, 1, whole=False)
-    (elsewhere / "shard").write_text("shard")
-    reports = [{}, describe(elsewhere, [elsewhere / "shard"])]
-    for text in (None, "sha"):
-        if text:
-            (folder / "shard").write_text(text)
-        with pytest.raises(UserError, match="here/shard: written by rank 1, but rank 0 does not see it") as error:
-            write_marker(folder, progress(1), reports=reports)
-        assert "\n" not in str(error.value) and not is_whole(folder)
-    (folder / "shard").write_text("other")
-    write_marker(folder, progress(1), reports=reports)
-    assert markers.damage(folder) == f"{folder / 'shard'} is not the file that was saved"
+    changes = {"mount it or remove the link": lambda: state.symlink_to("gone"), "not a folder": state.touch}
+    for problem, make in changes.items():
+        make()
+        with pytest.raises(UserError, match=f"last_ds: .*{problem}") as error:
+            generations.check_folders(tmp_path)
+        assert "\n" not in str(error.value)
+        state.unlink()
 
 
 def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +294,7 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EIO, "Input/output error", str(file))
 
     write(tmp_path / "last_ds", 4)
-    monkeypatch.setattr(markers, "_description", broken)
+    monkeypatch.setattr(markers, "_describe", broken)
     with pytest.raises(UserError, match=r"content cannot be read \(Input/output error\)"):
         find_latest(tmp_path)
 
@@ -319,7 +303,7 @@ class FullDisk:
     """An engine whose shard does not fit on the disk."""
 
     def __init__(self, error: Exception) -> None:
-        self.error, self.checkpoint_engine = error, SimpleNamespace(save=None)
+        self.error = error
 
     def save_checkpoint(self, folder: str, tag: str, **_: object) -> None:
         Path(folder).mkdir()
@@ -342,7 +326,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, on
         write(tmp_path / names[1], 2)
         write(tmp_path / names[2], 1)
     with pytest.raises(UserError, match=r"step 3 could not be written.*MiB are free.*resume=latest") as said:
-        save_checkpoint(FullDisk(error), None, stored_config(output_dir=str(tmp_path)), progress(3))
+        save_checkpoint(FullDisk(error), None, stored_config(output_dir=str(tmp_path)), progress(3), ANY_RUN)
     assert "\n" not in str(said.value)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
     complete_saves(tmp_path)
@@ -367,7 +351,7 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     torch.save({}, folder / DRAFT_FILE)
     with pytest.raises(UserError, match="not saved whole"):
         locate(stored_config(model_name_or_path=str(folder)))
-    write_marker(folder, progress(1))
+    write_marker(folder, progress(1), ANY_RUN)
     located = locate(stored_config(model_name_or_path=str(folder)))
     assert located.model_name_or_path == "the/target"
     assert located.draft_model_name_or_path == str(folder / DRAFT_FILE)
@@ -378,35 +362,24 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
     (folder / DRAFT_FILE).write_bytes(b"cut off")
     with pytest.raises(UserError, match=f"{DRAFT_FILE} has 7 bytes"):
         locate(stored_config(model_name_or_path=str(folder)))
+    with pytest.raises(UserError, match=f"{folder}: not a DeepSpeed checkpoint"):
+        read_draft(folder)
+    (folder / "latest").write_text("step4")
+    with pytest.raises(UserError, match="DeepSpeed's state, not a target; give checkpoint-last"):
+        locate(stored_config(model_name_or_path=str(folder)))
 
 
-def test_deepspeed_state_as_model_is_told_to_be_the_folder_next_to_it(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
-    (tmp_path / "latest").write_text("step4")
-    with pytest.raises(UserError, match="give checkpoint-last"):
-        locate(stored_config(model_name_or_path=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", "7"),
-        ("loss", "mixed"),
-        ("variant.name", "base"),
-        ("data.files", "[y.jsonl]"),
-        ("data.pack", "false"),
-        ("model_name_or_path", "other"),
-        ("learning_rate", "0.5"),
-    ],
-)
-def test_going_on_with_other_settings_is_refused_by_key(key: str, value: str, tmp_path: Path) -> None:
+def test_going_on_with_other_settings_is_refused_by_key(tmp_path: Path) -> None:
     """Settings that change the meaning of earlier steps must stay; those that only change how the run executes may
     differ."""
     (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
-    check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, progress(2), world_size=2)
-    with pytest.raises(UserError, match=f"of another run: {key}") as error:
-        check_same_run(stored_config(**{key: value}), tmp_path, progress(2), world_size=2)
-    assert "\n" not in str(error.value)
+    write_marker(tmp_path, progress(2), ANY_RUN)
+    check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, 2, Contents())
+    others = {"seed": "7", "loss": "mixed", "variant.name": "base", "data.pack": "false", "learning_rate": "0.5"}
+    for key, value in others.items():
+        with pytest.raises(UserError, match=f"of another run: {key}") as error:
+            check_same_run(stored_config(**{key: value}), tmp_path, 2, Contents())
+        assert "\n" not in str(error.value)
 
 
 def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
@@ -414,17 +387,13 @@ def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
 ) -> None:
     before = stored_config(per_device_train_batch_size="2", gradient_accumulation_steps="2")
     (tmp_path / CONFIG_NAME).write_text(to_yaml(before))
+    write_marker(tmp_path, progress(2), ANY_RUN)
     with pytest.raises(UserError, match=r"rows per step .* was 8, is 16; make"):
-        check_same_run(before, tmp_path, progress(2), world_size=4)
-    check_same_run(before, tmp_path, progress(2), world_size=2)
+        check_same_run(before, tmp_path, 4, Contents())
+    check_same_run(before, tmp_path, 2, Contents())
     assert not caplog.text
     other = stored_config(per_device_train_batch_size="1", gradient_accumulation_steps="2")
     other.deepspeed = stored_config("deepspeed=zero3").deepspeed
-    check_same_run(other, tmp_path, progress(2), world_size=4)
+    check_same_run(other, tmp_path, 4, Contents())
     assert "was 2 x 2 x 2, is 1 x 2 x 4. The draft, the optimizer state" in caplog.text
     assert "the random lags and offsets are not" in caplog.text
-
-
-def test_extraction_names_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"{tmp_path}: not a DeepSpeed checkpoint"):
-        read_draft(tmp_path)

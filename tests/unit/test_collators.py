@@ -1,7 +1,5 @@
 """Collation: tokens in the loss, borders of segments, and unchanged inputs."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -20,27 +18,16 @@ def test_every_real_token_but_each_first_one_is_learnt():
     batch = Collator(PAD)(ROWS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, EOS, 8, 9, EOS], [3, 4, EOS, PAD, PAD, PAD, PAD]]
     assert batch["labels"].tolist() == [[X, 6, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
-
-
-def test_answers_alone_are_learnt():
-    batch = Collator(PAD, answer_only=True)(ROWS)
-    assert batch["labels"].tolist() == [[X, X, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
+    answers = Collator(PAD, answer_only=True)(ROWS)["labels"]
+    assert answers.tolist() == [[X, X, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
 
 
 def test_segments_cover_the_flattened_batch_padding_included():
-    batch = Collator(PAD)(ROWS)
-    assert batch["cu_seqlens"].tolist() == [0, 4, 7, 10, 14]
-    assert Collator(PAD, pad_to=8)(ROWS)["cu_seqlens"].tolist() == [0, 4, 7, 8, 11, 16]
-
-
-def test_types_and_shapes():
     batch = Collator(PAD, pad_to=8)(ROWS)
-    assert {name: tensor.dtype for name, tensor in batch.items()} == {
-        "input_ids": torch.int64,
-        "labels": torch.int64,
-        "cu_seqlens": torch.int32,
-    }
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, 8)
+    assert Collator(PAD)(ROWS)["cu_seqlens"].tolist() == [0, 4, 7, 10, 14]
+    assert batch["cu_seqlens"].tolist() == [0, 4, 7, 8, 11, 16] and batch["cu_seqlens"].dtype == torch.int32
+    for name in ("input_ids", "labels"):
+        assert batch[name].shape == (2, 8) and batch[name].dtype == torch.int64
 
 
 @pytest.mark.parametrize("answer_only", [False, True])
@@ -68,16 +55,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(answer_only):
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_inputs_are_not_changed_nor_shared(kind):
     rows = [[{**segment, "input_ids": kind(segment["input_ids"])} for segment in row] for row in ROWS]
-    before = copy.deepcopy(rows)
     batch = Collator(PAD, answer_only=True)(rows)
     batch["input_ids"].fill_(0)
     batch["labels"].fill_(0)
-    for row, old in zip(rows, before, strict=True):
-        for segment, old_segment in zip(row, old, strict=True):
-            assert list(segment["input_ids"]) == list(old_segment["input_ids"])
-            assert segment["prompt_length"] == old_segment["prompt_length"]
-
-
-def test_a_row_longer_than_the_fixed_length_is_refused():
-    with pytest.raises(ValueError, match="a row has 7 tokens, more than pad_to = 6"):
-        Collator(PAD, pad_to=6)(ROWS)
+    assert [[{**segment, "input_ids": list(segment["input_ids"])} for segment in row] for row in rows] == ROWS

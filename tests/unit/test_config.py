@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pairs import make_pair, tiny_config
-from training_fixtures import NEEDS_MUON, ROOT, make_target, write_texts
+from training_fixtures import NEEDS_MUON, ROOT, TINY, make_target, write_texts
 
 from longspec.errors import UserError
 from longspec.longbench.command import parse_options
@@ -37,7 +37,6 @@ from longspec.train.engine import cosine_with_warmup, engine_config
 EXP = ROOT / "conf" / "exp"
 # The others follow another recipe; test_experiment_settings.py composes those of the experiments.
 EXPERIMENTS = sorted(file.stem for name in ("qwq", "llama8b", "tiny") for file in EXP.glob(f"{name}_*.yaml"))
-TINY = "tiny_glide_stage1_sinkpi-slicing"
 LONG = "longv2-32k-zero3_5e-6-ligce-nomask"
 CONTRACT = [
     f"qwq_glide_8gpu_slim6b{variant}{stage}"
@@ -62,11 +61,6 @@ def load(name: str, *overrides: str, folder: str | Path = EXP):  # type: ignore[
     return load_config(["--local_rank=1", "-cp", str(folder), "-cn", name, *overrides])
 
 
-def test_contract_names_are_there() -> None:
-    assert set(CONTRACT) <= set(EXPERIMENTS)
-    assert {name.replace("qwq", "llama8b") for name in CONTRACT} <= set(EXPERIMENTS)
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> None:
     config = load(name, *paths)
@@ -83,6 +77,7 @@ def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> No
 def test_published_numbers() -> None:
     """Learning rate, batch size and length of the three published stages. Each stage starts from the draft of the one
     before, and separate processes tokenize and load."""
+    assert {other for name in CONTRACT for other in (name, name.replace("qwq", "llama8b"))} <= set(EXPERIMENTS)
     for variant in ("", "_sinkpi-slicing"):
         stages = [typed(compose_config(EXP, name)) for name in CONTRACT if ("sinkpi" in name) == bool(variant)]
         batches = [(c.per_device_train_batch_size, c.gradient_accumulation_steps) for c in stages]
@@ -92,18 +87,15 @@ def test_published_numbers() -> None:
         for before, after in pairwise(stages):
             assert after.draft_model_name_or_path == f"{before.output_dir}/checkpoint-last/draft_model_weights.pth"
         for c in stages:
+            assert c.model_name_or_path == "Qwen/QwQ-32B-Preview"
             assert c.data.num_proc > 1 and c.data.num_workers > 0
             assert (c.weight_decay, c.max_grad_norm, c.warmup_ratio, c.seed, c.save_steps) == (0.1, 1.0, 0.1, 42, 200)
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_experiments_compose_with_plain_hydra(name: str) -> None:
+def test_experiments_compose_with_plain_hydra_and_any_path(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
     """conf/exp is the config root, and plain Hydra must find the groups from there."""
     with initialize_config_dir(str(EXP), version_base=None):
-        assert compose(name).model_name_or_path == "Qwen/QwQ-32B-Preview"
-
-
-def test_relative_config_path_with_and_without_slash(monkeypatch: pytest.MonkeyPatch, paths: list[str]) -> None:
+        assert compose(CONTRACT[-1]).model_name_or_path == "Qwen/QwQ-32B-Preview"
     monkeypatch.chdir(ROOT)
     assert load(TINY, *paths, folder="conf/exp/") == load(TINY, *paths, folder="conf/exp")
 
@@ -153,36 +145,23 @@ def test_your_model_scales_the_recipe_to_target_and_device(
     assert (later.kv_layers, later.draft_vocabulary) == ([], None)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model_name_or_path=null", "config key model_name_or_path"),
-        ("data.max_length=long", "config key data.max_length"),
-        ("loss=auto", "config key loss"),
-        ("max_steps=auto", "config key max_steps"),
-        ("model_name_or_path=nowhere/at/all", "nowhere/at/all"),
-    ],
-)
-def test_a_wrong_value_is_named_before_others_follow_from_it(override: str, message: str, paths: list[str]) -> None:
-    with pytest.raises(UserError, match=message):
-        load("your-model", *paths, override)
-
-
 def test_the_recipe_takes_more_epochs_of_less_data() -> None:
     """20,000 conversations of 300 tokens are some 6,000 rows."""
     assert [recipe.recipe_steps(rows, 16) for rows in (16, 160, 1600, 6000, 10**6)] == [24, 240, 1000, 3000, 6000]
 
 
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("given", "key"),
     [
-        ("learning_rte=1", "learning_rte"),
+        ("foo=1", "config key foo: no such key; docs/config.md lists all keys"),
+        ("++learning_rat=1", "config key learning_rat: no such key; did you mean learning_rate?"),
+        ("window=64", "config key window: no such key; did you mean model.window?"),
+        ("model.windw=64", "config key model.windw: no such key; did you mean model.window?"),
         ("+data.max_len=1", "data.max_len"),
         ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
         ("data.overflow=drop", "data.overflow"),
         (f"seed={2**70}", "seed"),
         ("output_dir=", "output_dir"),
-        ("output_dir=pyproject.toml", "output_dir: must be a folder"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("loss=mse", "loss"),
         ("model.kv_layers=[1,1]", "model.kv_layers"),
@@ -197,30 +176,30 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("learning_rate=nan", "learning_rate"),
         ("model.attn_implementation=flash", "attn_implementation"),
         ("evaluation.keep_best=true", "evaluation.keep_best"),
+        ("data.files=[nowhere.jsonl]", "nowhere.jsonl"),
         ("evaluation.files=nowhere.jsonl", "nowhere.jsonl"),
         ("evaluation.files=7", "evaluation.files"),
         ("evaluation.files=${data.files}", "evaluation.files"),
+        # Before other values follow from it:
+        ("your-model; model_name_or_path=null", "config key model_name_or_path"),
+        ("your-model; data.max_length=long", "config key data.max_length"),
+        ("your-model; max_steps=auto", "config key max_steps"),
+        ("your-model; model_name_or_path=nowhere/at/all", "nowhere/at/all"),
+        ("no_such_experiment", "no_such_experiment"),
+        ("model.draft_vocabulary=0", "model.draft_vocabulary: must be positive, not 0"),
+        ("model.architecture=eagle4", "no draft architecture 'eagle4'"),
+        ("model.architecture=eagle3; model.kv_layers=[1]", "model.kv_layers: not for the architecture eagle3"),
+        ("model.architecture=eagle3; model.architecture_options.window=3", "options.window: 3"),
+        ("model.architecture=eagle3; model.architecture_options.gamma=3", "options.gamma: eagle3"),
+        ("model.architecture_options.window=3", "model.architecture_options: not for the architecture glide"),
     ],
 )
-def test_wrong_key_is_named(override: str, key: str, paths: list[str]) -> None:
+def test_a_wrong_key_or_value_is_named(given: str, key: str, paths: list[str]) -> None:
+    overrides = [part for part in given.split("; ") if "=" in part]
+    name = TINY if given == "; ".join(overrides) else given.partition("; ")[0]
     with pytest.raises(UserError) as error:
-        load(TINY, *paths, override)
+        load(name, *paths, *overrides)
     assert key in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("override", "hint"),
-    [
-        ("foo=1", "config key foo: no such key; docs/config.md lists all keys"),
-        ("++learning_rat=1", "config key learning_rat: no such key; did you mean learning_rate?"),
-        ("window=64", "config key window: no such key; did you mean model.window?"),
-        ("model.windw=64", "config key model.windw: no such key; did you mean model.window?"),
-    ],
-)
-def test_an_unknown_key_names_the_keys_that_resemble_it(override: str, hint: str, paths: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        load(TINY, *paths, override)
-    assert str(error.value) == hint
 
 
 @NEEDS_MUON
@@ -236,16 +215,6 @@ def test_muon_is_refused_where_deepspeed_does_not_train_with_it(
     monkeypatch.setattr(deepspeed, "__version__", "0.19.7")
     with pytest.raises(UserError, match=r"key optimizer: must be adamw with deepspeed < 0\.19\.8"):
         load(TINY, *muon)
-
-
-def test_missing_things_are_named(paths: list[str], tmp_path: Path) -> None:
-    for override in ("data.files=nowhere.jsonl", "data.files=[nowhere.jsonl]"):
-        with pytest.raises(UserError, match=r"nowhere\.jsonl"):
-            load(TINY, *paths, override)
-    with pytest.raises(UserError, match="no_such_experiment"):
-        load("no_such_experiment", *paths)
-    with pytest.raises(UserError, match="no_such_folder"):
-        load(TINY, *paths, folder=tmp_path / "no_such_folder")
 
 
 def test_a_template_is_set_with_or_without_a_plus(paths: list[str]) -> None:
@@ -265,11 +234,12 @@ def test_a_path_may_hold_any_character(paths: list[str], tmp_path: Path) -> None
             assert parser.parse_override(readable(f"data.files={text}")).value() == value
     folder = tmp_path / "".join(ODD_NAMES).replace("/", "")
     folder.mkdir()
-    config = load("tiny_glide_stage1_sinkpi-slicing", *paths[:2], f"output_dir={folder}")
-    assert config.output_dir == str(folder)
+    assert load(TINY, *paths[:2], f"output_dir={folder}").output_dir == str(folder)
 
 
 def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no_such_folder"):
+        load(TINY, *paths, folder=tmp_path / "no_such_folder")
     config = load(TINY, *paths)
     assert not (tmp_path / "out").exists()
     make_output_dir(config)
@@ -290,10 +260,10 @@ def test_saved_configuration_reads_back(paths: list[str], tmp_path: Path) -> Non
 
 def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:
     load(TINY, *paths, "model.window=6", "variant.depth=5")
-    with pytest.raises(UserError, match=r"key model\.window: 5; it must be greater than the largest trained lag, 5"):
-        load(TINY, *paths, "model.window=5", "variant.depth=5")
-    with pytest.raises(UserError, match=r"key model\.window: 4; it must be greater than the largest trained lag, 4"):
-        load(TINY, *paths, "model.window=4", "variant=base")
+    for window, variant in ((5, "variant.depth=5"), (4, "variant=base")):
+        problem = rf"key model\.window: {window}; it must be greater than the largest trained lag, {window}"
+        with pytest.raises(UserError, match=problem):
+            load(TINY, *paths, f"model.window={window}", variant)
 
 
 def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,11 +46,8 @@ def test_runs_end_at_the_first_depth_that_is_wrong() -> None:
     at_lag_2 = torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0, 1, 1]], dtype=torch.bool)
     # root 1: token 2 at lag 1, token 3 at lag 2; root 2: 3 right, 4 wrong; root 6: 7 wrong at once; root 7: 8, 9
     assert correct_depths(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
-
-
-def test_a_row_too_short_for_a_chain_has_none() -> None:
-    labels = torch.tensor([[-100, 1, 1]])
-    assert correct_depths(torch.ones(5, 1, 3, dtype=torch.bool), labels).tolist() == []
+    # a row too short for a chain
+    assert correct_depths(torch.ones(5, 1, 3, dtype=torch.bool), labels[:, :3]).tolist() == []
 
 
 def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
@@ -95,7 +93,7 @@ def test_metrics_are_those_of_whole_logits(
     assert inputs.held_out is not None and len(inputs.held_out) >= 3
     model: Any = build_pair(config, None)
     model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
-    engine = _Engine(model)
+    engine = engine_of(model)
     count = held_out_row_count(config, inputs)
     metrics = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
     assert metrics.pop("eval_seconds") > 0 and count == 3
@@ -103,24 +101,13 @@ def test_metrics_are_those_of_whole_logits(
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         assert math.isclose(metrics[name], value, rel_tol=1e-5), name
-    assert engine.modes == ["eval", "train"]
+    assert engine.method_calls == [mock.call.eval(), mock.call.train()]
     assert 0 < expected["eval_top1_lag_1"] < 1 and expected["eval_acceptance_length"] > 1
 
 
-class _Engine:
+def engine_of(model: Any) -> mock.Mock:
     """The part of DeepSpeed's engine that an evaluation uses."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.device, self.modes = model, torch.device("cpu"), []  # type: ignore[var-annotated]
-
-    def __call__(self, **given: Any) -> Any:
-        return self.model(**given)
-
-    def eval(self) -> None:
-        self.modes.append("eval")
-
-    def train(self) -> None:
-        self.modes.append("train")
+    return mock.Mock(side_effect=model, device=torch.device("cpu"))
 
 
 def test_only_answers_are_scored(load: Any, tmp_path: Path) -> None:
@@ -140,19 +127,17 @@ def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
     config = load("evaluation.rows=null")
     inputs = read_inputs(config)
     answers = iter([False, True])
-    evaluation = Evaluation(config, _Engine(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
+    evaluation = Evaluation(config, engine_of(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
     assert evaluation.run(SimpleNamespace(agreed=lambda: next(answers))) == {}  # type: ignore[arg-type]
 
 
-def test_held_out_rows_without_a_chain_are_one_line(load: Any, tmp_path: Path) -> None:
-    (tmp_path / "short.jsonl").write_text('{"text": "abc"}\n')
-    config = load(f"evaluation.files={tmp_path}/short.jsonl")
-    with pytest.raises(UserError, match=r"evaluation\.files: none of the first 1 rows has 6 consecutive tokens"):
-        held_out_row_count(config, read_inputs(config))
-
-
 def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:
+    """Rows without a single chain are refused in one line."""
     answers = write_answers(tmp_path / "answers.jsonl", count=7)
     for limit, count in (("3", 3), ("null", 7), ("100", 7)):
         config = load(f"evaluation.files={answers}", f"evaluation.rows={limit}", "data.pack=false")
         assert held_out_row_count(config, read_inputs(config)) == count
+    answers.write_text('{"text": "abc"}\n')
+    config = load(f"evaluation.files={answers}")
+    with pytest.raises(UserError, match=r"evaluation\.files: none of the first 1 rows has 6 consecutive tokens"):
+        held_out_row_count(config, read_inputs(config))

@@ -16,8 +16,8 @@ from longspec.models.draft_layer import DraftOptions
 from longspec.models.target_sample import take_sample
 from longspec.train.checkpoint import save_checkpoint
 from longspec.train.engine import build_engine, build_pair
-from longspec.train.generations import Progress
 from longspec.train.inputs import read_inputs
+from longspec.train.markers import Progress, Run
 from longspec.train.resume import with_draft_options
 
 
@@ -26,7 +26,7 @@ def test_the_options_of_training_survive_extraction(one_rank: None, tmp_path: Pa
     write_texts(tmp_path / "texts.jsonl", count=3)
     config = single_rank_config(tmp_path, "model.window=48", "model.kv_layers=[1]", "model.target_feature=true")
     engine = build_engine(config, build_pair(config, None))
-    save_checkpoint(engine, byte_tokenizer(), config, Progress(1, 1))
+    save_checkpoint(engine, byte_tokenizer(), config, Progress(1, 1), Run())
     out = tmp_path / "out"
     trained = load_draft(out / "checkpoint-last")
     for form in ("alone/draft.pth", "folder", "hub"):

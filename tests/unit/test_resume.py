@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from training_fixtures import make_target, metrics, one_rank_alone, single_rank_config, write_texts
+from training_fixtures import (
+    equal_drafts,
+    make_target,
+    metrics,
+    one_rank_alone,
+    single_rank_config,
+    timeless,
+    write_texts,
+)
 from transformers import LlamaConfig
 
 from longspec.errors import UserError
@@ -24,7 +32,7 @@ from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
-from longspec.train.markers import MARKER, read_marker
+from longspec.train.markers import read_marker
 from longspec.train.run import train, warn_of_few_steps
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
@@ -75,10 +83,6 @@ def refusal(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(weight, other[name]) for name, weight in one.items())
-
-
 def test_a_draft_without_its_state_is_started_from_and_kept(
     work: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,7 +90,8 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
     output = work / "out"
     for state in ("last_ds", "last_2ds"):
         shutil.rmtree(output / state)
-    draft = load_draft(output / "checkpoint-last")
+    before = shutil.copytree(output / "checkpoint-last", work / "before")
+    draft = load_draft(before)
     assert "holds a checkpoint of step 2 (checkpoint-last)" in refusal(configured(work), capsys)
     started: list[dict[str, torch.Tensor]] = []
     run = Trainer.run
@@ -101,12 +106,11 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
         train(configured(work, "resume=latest", "max_steps=3"), Termination())
     said = [record.getMessage() for record in caplog.records if "no DeepSpeed state" in record.getMessage()]
     assert len(said) == 1 and "draft of step 2 (checkpoint-last)" in said[0] and "at step 0" in said[0]
-    assert same(started[0], draft)
+    assert started[0].keys() == draft.keys() and all(torch.equal(draft[name], one) for name, one in started[0].items())
     assert [line["step"] for line in metrics(output)] == [1, 2, 3]
     assert len((output / "metrics-earlier-1.jsonl").read_text().splitlines()) == STEPS
     assert find_latest(output)[1].step == 3  # type: ignore[index]
-    kept = [load_draft(folder) for folder in output.glob("checkpoint-earlier-*")]
-    assert any(same(draft, one) for one in kept)
+    assert any(equal_drafts(before, kept) for kept in output.glob("checkpoint-earlier-*"))
 
 
 def test_a_folder_is_overwritten_only_by_a_run_that_saves(
@@ -114,6 +118,8 @@ def test_a_folder_is_overwritten_only_by_a_run_that_saves(
 ) -> None:
     output = work / "out"
     assert "overwrite_output_dir=true" in refusal(configured(work), capsys)
+    (work / "new" / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl: cannot be written" in refusal(configured(work, f"output_dir={work}/new"), capsys)
     before = {name: read_marker(output / name) for name in ("last_ds", "checkpoint-last", "checkpoint-2last")}
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run", lambda self, termination: False)
@@ -122,11 +128,6 @@ def test_a_folder_is_overwritten_only_by_a_run_that_saves(
     train(configured(work, "overwrite_output_dir=true", "seed=7", "max_steps=1"), Termination())
     assert sorted(path.name for path in output.iterdir() if path.is_dir()) == ["checkpoint-last", "last_ds"]
     train(configured(work, "resume=latest", "seed=7"), Termination())
-
-
-def test_a_log_that_cannot_be_written_ends_every_rank(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (work / "new" / "metrics.jsonl").mkdir(parents=True)
-    assert "metrics.jsonl: cannot be written" in refusal(configured(work, f"output_dir={work}/new"), capsys)
 
 
 def changed_weights(work: Path) -> Path:
@@ -188,17 +189,6 @@ def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
 
 
-def test_a_checkpoint_of_an_older_version_resumes(finished: Path, work: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for marker in (work / "out").glob(f"*/{MARKER}"):
-        saved = json.loads(marker.read_text())
-        marker.write_text(json.dumps({name: saved[name] for name in ("step", "world_size", "files")}))
-    caplog.set_level(logging.INFO)
-    train(configured(finished, f"output_dir={work}/out", "resume=latest", "max_steps=3"), Termination())
-    assert "no digests of its data and target; only their paths are compared" in caplog.text
-    assert find_latest(work / "out")[1].step == 3  # type: ignore[index]
-    assert not list((work / "out").glob("checkpoint-earlier-*"))
-
-
 def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,14 +202,9 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
         lock.release()
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).mkdir()
-    for output, reason in ((tmp_path, "Is a directory"), (tmp_path / "gone", "No such file or directory")):
-        with pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)") as error:
+    for output, reason in ((work / "out" / LOCK_NAME, "Not a directory"), (work / "gone", "No such file or directory")):
+        with pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)"):
             FolderLock(output)
-        assert "\n" not in str(error.value)
 
 
 def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
@@ -274,19 +259,16 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
             train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"), Termination())
             assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
     train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
-    timeless = [
-        {line["step"]: {key: value for key, value in line.items() if "seconds" not in key} for line in metrics(output)}
-        for output in (straight, cut)
-    ]
-    assert timeless[0] == timeless[1]
+    lines = [{line["step"]: line for line in timeless(output)} for output in (straight, cut)]
+    assert lines[0] == lines[1]
     best = [json.loads((output / "checkpoint-best" / "evaluation.json").read_text()) for output in (straight, cut)]
     assert best[0]["step"] == best[1]["step"]
-    assert same(load_draft(straight / "checkpoint-best"), load_draft(cut / "checkpoint-best"))
+    assert equal_drafts(straight / "checkpoint-best", cut / "checkpoint-best")
 
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, linked: bool
+    work: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
 ) -> None:
     """A folder that is deleted during the run is created again; the target of a link is not."""
     disk = output = work / "disk"
@@ -305,7 +287,6 @@ def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
 
     monkeypatch.setattr(OptimizerSteps, "take", delete)
     train(configured(work, f"output_dir={output}"), Termination())
-    assert "was deleted during the run" in caplog.text
     assert find_latest(disk)[1].step == STEPS and (disk / "checkpoint-last").is_dir()  # type: ignore[index]
     assert [line["step"] for line in metrics(disk)] == [2]
 
@@ -329,12 +310,9 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
     log.step({"step": 4, "loss": 1.0})
     log.close()
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
-
-
-def test_an_unreadable_line_of_the_metrics_costs_no_other_line(work: Path) -> None:
-    path = work / "out" / "metrics.jsonl"
+    # An unreadable line costs no other line.
     path.write_bytes(b'{"step": 1}\n\xff\n7\n{"step": 2}\n{"step": 3}\n{"step"')
-    RunLog(configured(work), 0, 2, 4).close()
+    RunLog(config, 0, 2, 4).close()
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
@@ -352,7 +330,7 @@ COMMITS = ("a" * 40, "b" * 40)
 )
 def test_changed_files_and_commits_are_named(before: list[str], now: list[str], message: str) -> None:
     old, new = ([line.split() for line in lines] for lines in (before, now))
-    differences = changes(Contents([], [], old), Contents([], [], new))
+    differences = changes(Contents(target=old), Contents(target=new))
     assert message in "".join(differences) and bool(differences) is bool(message)
 
 

@@ -113,16 +113,12 @@ def test_published_ids_are_those_of_the_published_targets_alone(target: str, eos
         resolve_chat_format("chatml", target, "llama", tokenizer)
 
 
-def test_without_a_generation_config_the_tokenizers_eos_ends_answers(targets: Path) -> None:
-    _, tokenizer = read(targets / "qwen")
+def test_without_a_generation_config_the_tokenizers_eos_ends_answers(targets: Path, tmp_path: Path) -> None:
+    config, tokenizer = read(targets / "qwen")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stop_tokens(tokenizer, []) == [end] and answer_end(tokenizer, [], "plain") == end
     tokenizer.eos_token = None
     assert answer_end(tokenizer, [5, 6], "plain") == 5 and answer_end(tokenizer, [], "tokenizer") is None
-
-
-def test_a_broken_generation_config_is_named(targets: Path, tmp_path: Path) -> None:
-    config, _ = read(targets / "qwen")
     assert generation_eos(tmp_path, config) == list(config.eos_token_id)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config\.json does not load"):

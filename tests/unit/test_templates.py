@@ -130,20 +130,15 @@ def test_summaries_have_an_instruction_and_llamas_lead_in(kind):
 
 
 def test_pairs_are_asked_one_by_one_each_answer_with_its_lead_in():
-    turns = [
-        {"role": "user", "content": "First {x}."},
-        {"role": "assistant", "content": " One."},
-        {"role": "user", "content": "Second."},
-    ]
-    ask = {"article": "Sum up:\n{prompt}\nNow {{do}} it."}
-    body = (
-        "<s>user\nSum up:\nFirst {x}.\nNow {do} it.</s>\n<s>assistant\nOne.</s>\n"
+    texts = [("user", "First {x}."), ("assistant", " One."), ("user", "Second.")]
+    pairs = sample("article", [{"role": role, "content": content} for role, content in texts], "Two.")
+    own, answer = render(pairs, "llama", None, "published", {"article": "Sum up:\n{prompt}\nNow {{do}} it."})
+    assert own == (
+        "<s>system\nYou are a helpful assistant</s>\n"
+        "<s>user\nSum up:\nFirst {x}.\nNow {do} it.</s>\n<s>assistant\n One.</s>\n"
         "<s>user\nSum up:\nSecond.\nNow {do} it.</s>\n<s>assistant\n"
     )
-    head = "<s>system\nYou are a helpful assistant</s>\n"
-    pairs = sample("article", turns, "Two.")
-    own, answer = render(pairs, "llama", None, "published", ask)
-    assert (own, answer) == (head + body.replace("One.", " One."), "Two.")
+    assert answer == "Two."
     built_in, answer = render(pairs, "llama", None, "published")
     assert built_in.count("<s>assistant\nSummary: One.</s>\n") == 1 and built_in.count("Now write the abstract.") == 2
     assert built_in.endswith("<s>assistant\nSummary:") and answer == " Two."
@@ -156,13 +151,10 @@ def test_plain_text_has_no_marks():
         "Costs rose. So?",
         "\n\nUp.",
     )
-
-
-@pytest.mark.parametrize("chat_format", ["published", "plain"])
-def test_a_role_that_only_a_chat_template_can_show_is_named(chat_format):
     turns = [{"role": "user", "content": "1?"}, {"role": "tool", "content": "1"}]
-    with pytest.raises(RecordError, match=r"field 'messages\[1\]\.role' is 'tool', which chat_format"):
-        render(sample("messages", turns, "1"), "llama", None, chat_format)
+    for chat_format in ("published", "plain"):
+        with pytest.raises(RecordError, match=r"field 'messages\[1\]\.role' is 'tool', which chat_format"):
+            render(sample("messages", turns, "1"), "llama", None, chat_format)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +199,5 @@ def test_one_bos_never_two_and_no_eos(eos_too):
     assert plain == [bos, *byte_tokenizer()("abc")["input_ids"]]
     assert chat[0] == bos and chat[1] != bos
     assert chat.count(bos) == 3 and plain[-1] != eos
-
-
-def test_a_tokenizer_that_uses_no_bos_gets_none():
-    tokenizer = byte_tokenizer()
-    assert encode_texts(["abc"], tokenizer) == [tokenizer("abc")["input_ids"]]
-    assert encode_texts([], tokenizer) == []
+    unused = byte_tokenizer()
+    assert encode_texts(["abc"], unused) == [unused("abc")["input_ids"]] and encode_texts([], unused) == []

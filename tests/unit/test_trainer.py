@@ -1,6 +1,6 @@
 """The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +8,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from training_fixtures import ROOT, make_target, plain_training, write_texts
+from training_fixtures import make_target, overrides_of, plain_training, tiny_config, write_texts
 
+from longspec.data.collators import Collator
 from longspec.errors import UserError
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.train import resume
 from longspec.train import trainer as trainer_module
 from longspec.train.checkpoint import gather_draft
-from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
@@ -33,43 +33,30 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and data."""
     folder = tmp_path_factory.mktemp("work")
     make_target(folder / "target")
-    write_texts(folder / "data.jsonl", count=4)
+    write_texts(folder / "texts.jsonl", count=4)
     return folder
 
 
 @pytest.fixture
-def load(work: Path, tmp_path: Path):  # type: ignore[no-untyped-def]
+def load(work: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """The tiny first stage."""
-    given = [f"model_name_or_path={work}/target", f"data.files={work}/data.jsonl", f"data.cache_dir={work}/cache"]
-
-    def run(*overrides: str) -> TrainConfig:
-        arguments = ["-cp", str(ROOT / "conf/exp"), "-cn", "tiny_glide_stage1_sinkpi-slicing"]
-        config = load_config([*arguments, *given, f"output_dir={tmp_path}/out", *overrides])
-        assert config is not None
-        return config
-
-    return run
-
-
-def idle_engine() -> SimpleNamespace:
-    """An engine that is never called; its draft has no vocabulary list."""
-    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None, trained_lags=None))
-    return SimpleNamespace(device=torch.device("cpu"), module=pair)
+    return lambda *overrides: tiny_config(*overrides_of(work, tmp_path / "out", *overrides))
 
 
 def handed_over(config: TrainConfig, rank: int, micro_step: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The engine's arguments for one micro-batch of 2 x 16 tokens on `rank`."""
-
     monkeypatch.setattr(trainer_module, "data_parallel_rank_and_size", lambda: (rank, 2))
-    inputs = Inputs([[]], None, lambda rows: {}, lambda rows: {}, None, None, MAX_POSITIONS)  # type: ignore[arg-type]
+    inputs = Inputs([[]], None, Collator(0), None, None, MAX_POSITIONS)  # type: ignore[arg-type]
     tokens = torch.arange(32).view(2, 16)
     batch = {"input_ids": tokens, "labels": tokens + 1, "cu_seqlens": SEGMENTS}
-    trainer = Trainer(config, idle_engine(), inputs, total_steps=1)
+    pair = SimpleNamespace(draft_model=SimpleNamespace(vocabulary=None, trained_lags=None))
+    trainer = Trainer(config, SimpleNamespace(device=torch.device("cpu"), module=pair), inputs, total_steps=1)
     return trainer.steps.micro_batch_inputs(micro_step, batch)
 
 
 def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions jump after the sinks, lags cover 1 … 5, and each micro-step of each rank has its own draw."""
+    """Positions jump after the sinks, lags cover 1 … 5, and each micro-step of each rank has its own draw. The base
+    variant has contiguous positions and no lags."""
     config = load("seed=3")
     lags, offsets, streams = set(), set(), set()
     for rank in (0, 1):
@@ -85,12 +72,8 @@ def test_slicing_draws_positions_and_lags_by_seed_step_and_rank(load: Any, monke
             streams.add((*positions.flatten().tolist(), *given["lags"].tolist()))
     assert lags == {1, 2, 3, 4, 5}
     assert len(streams) == 60 and max(offsets) > 1000
-
-
-def test_base_has_contiguous_positions_and_no_lags(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = handed_over(load("variant=base"), 0, 0, monkeypatch)
-    assert given["lags"] is None
-    assert given["position_ids"].flatten().tolist() == [*range(9), *range(7), *range(16)]
+    base = handed_over(load("variant=base"), 0, 0, monkeypatch)
+    assert base["lags"] is None and base["position_ids"].flatten().tolist() == [*range(9), *range(7), *range(16)]
 
 
 def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one_rank: None) -> None:
@@ -167,14 +150,6 @@ def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_r
     # The gradient of "acceptance" jumps where both distributions are equal, which rounding decides.
     atol = 1e-4 if loss == "acceptance" else 1e-6
     torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=atol)
-
-
-def test_a_pair_that_does_not_load_says_why(load: Any, work: Path, tmp_path: Path) -> None:
-    """Hydra must not hide the pair's own UserError."""
-    config = load(f"model_name_or_path={shutil.copytree(work / 'target', tmp_path / 'target')}")
-    (tmp_path / "target" / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(UserError, match="weights do not load"):
-        build_pair(config, None)
 
 
 @pytest.mark.parametrize(
