@@ -189,13 +189,7 @@ class DraftCache:
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        batch: int,
-        window: int,
-        nodes: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: PreTrainedConfig, batch: int, window: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """window: W, the draft's attention window; nodes: N."""
         shape = (batch, rank_kv_heads(config), window + nodes, head_dim(config))

@@ -16,8 +16,7 @@ from transformers import StoppingCriteria
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import (
-    check_rows,
-    check_sampling,
+    check_request,
     check_seed,
     check_stopping,
     check_streamer,
@@ -38,6 +37,7 @@ from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import Streamer, ends_streamer, new_token_sink
 from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
+from longspec.models.target_files import position_limit
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,6 @@ def generate(
     report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
     rows = prompt_rows(input_ids, attention_mask)
-    check_sampling(max_new_tokens, temperature, top_p, top_k)
-    check_rows(model, rows, max_new_tokens)
     check_streamer(streamer, len(rows))
     check_stopping(stopping_criteria)
     eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
@@ -155,6 +153,8 @@ def generate(
         Request(row.tolist(), max_new_tokens, replace(sampling, seed=own), frozenset(eos_ids))
         for row, sampling, own in zip(rows, samplings, seeds, strict=True)
     ]
+    for request in requests:
+        check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
     is_last = _stops(stopping_criteria, input_ids.to(device), answers) if stopping_criteria else None

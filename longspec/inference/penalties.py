@@ -181,13 +181,7 @@ def _penalize_tokens(x: Tensor, rows: PenaltyRows, kind: PenaltyKind, positions:
 
 
 def _ban_ngrams(
-    x: Tensor,
-    rows: PenaltyRows,
-    kind: PenaltyKind,
-    positions: Tensor,
-    nodes: Nodes,
-    text: Tensor,
-    context: Tensor,
+    x: Tensor, rows: PenaltyRows, kind: PenaltyKind, positions: Tensor, nodes: Nodes, text: Tensor, context: Tensor
 ) -> None:
     """Ban the tokens that followed an earlier occurrence of a node's newest n - 1 tokens."""
     sizes, depth = rows.ngram_sizes[:, None, None], nodes.paths.shape[2]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.process_group import repeated
 from longspec.inference.request import PenaltyKind, Sampling
 from longspec.inference.row_settings import SERVED_PENALTIES, PenaltyRows, RowSettings
@@ -24,7 +24,7 @@ EXCHANGED_BYTES = 2**26
 class BatchRows:
     """The tensors of `max_rows` rows, which rounds change in place."""
 
-    drafter: DraftState
+    drafter: Drafter
     """The state of the draft of all rows."""
 
     def __init__(self, runner: Runner, max_rows: int, capacity: int, penalties: PenaltyKind | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import Drafter, DraftState, Proposal, WrappedDrafter
+from longspec.inference.drafting.proposal import Drafter, Proposal, WrappedDrafter
 from longspec.inference.engine.round_record import Report
 from longspec.inference.methods import AUTO, Drafting, make_drafter
 from longspec.inference.request import FILTERS
@@ -43,7 +43,7 @@ class Mode(NamedTuple):
         return Report(ranks, self.details, self.scores)
 
 
-def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler, is_served: bool) -> DraftState:
+def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler, is_served: bool) -> Drafter:
     """The drafter of a method. sampler: the draft's. is_served: whether "auto" is to have few plans, because their
     rounds exist for several batch sizes and ways to sample."""
     if drafting.method != AUTO:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
@@ -148,7 +148,7 @@ def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[sli
 class DraftStarter:
     """Starts take dozens of small kernels, whose launches would take longer than a round of a small target."""
 
-    def __init__(self, drafter: DraftState, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
         """drafter: the drafter of all rows. Its `reserve(capacity)` must have been called."""
         self.drafter = drafter
         self.rows = rows
@@ -170,8 +170,7 @@ class DraftStarter:
     def start(self, rows: slice, prompts: Tensor, lengths: Sequence[int]) -> None:
         """Start n consecutive rows. prompts: LongTensor [n, P], padded on the right."""
         if not self._passes:
-            on_device = upload(torch.tensor(lengths), self.length.device)
-            self._part(rows).start(prompts, on_device)
+            self._part(rows).start(prompts, upload(torch.tensor(lengths), self.length.device))
             return
         for row, prompt, count in zip(range(rows.start, rows.stop), prompts, lengths, strict=True):
             self.prompt[0, :count] = prompt[:count]
@@ -183,6 +182,6 @@ class DraftStarter:
         """Feed a chunk of the prompts of some consecutive rows; see `RowState.feed_prompt`."""
         self._part(rows).feed_prompt(*chunk)
 
-    def _part(self, rows: slice) -> DraftState:
+    def _part(self, rows: slice) -> Drafter:
         # A drafting method of the user's own need not share its state.
         return self.drafter if rows == slice(0, self.rows) else self.drafter.share(rows, self.sampler)

@@ -16,7 +16,7 @@ from longspec.inference import engine_pool, memory
 from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
@@ -150,7 +150,7 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
     drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
     drafter = new_drafter(runner, drafting, 1, GREEDY, is_served)
     # Whether one row can start after another. A drafting method of the user's own need not support it.
-    shares = type(drafter).share is not DraftState.share
+    shares = type(drafter).share is not Drafter.share
     if not shares and is_served:
         raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
     rows = settings.max_rows if shares else 1

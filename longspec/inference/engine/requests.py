@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from longspec.errors import UserError
 from longspec.inference.request import Sampling
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class QueueFull(Exception):
     """The queue holds `max_queue` requests; try again later."""
 
 
-class RequestTooLarge(Exception):
+class RequestTooLarge(UserError):
     """Prompt and new tokens do not fit into a row of the cache or into the target's positions."""
 
 

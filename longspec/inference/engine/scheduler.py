@@ -10,15 +10,7 @@ from longspec.errors import first_line
 from longspec.inference.arguments import checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine, check_positive
-from longspec.inference.engine.requests import (
-    FinishReason,
-    NotServing,
-    OnEvent,
-    QueueFull,
-    Request,
-    Snapshot,
-    Ticket,
-)
+from longspec.inference.engine.requests import FinishReason, NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin, check_pair

@@ -29,9 +29,6 @@ from longspec.inference.server.answer_text import AnswerText, Piece, prompt_piec
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.metrics import Latencies
 
-RETRY_AFTER_S = 1
-"""Advice to a client that finds the queue full; a row becomes free each time an answer ends."""
-
 
 class Engine(Protocol):
     """The methods of the scheduler that the server needs."""
@@ -192,7 +189,7 @@ def _refusal(error: Exception) -> ApiError:
     """The response to a request that the engine refuses."""
     message = str(error)
     if isinstance(error, QueueFull):
-        return ApiError(429, message or "the queue is full; try again later", retry_after_s=RETRY_AFTER_S)
+        return ApiError(429, message or "the queue is full; try again later")
     if isinstance(error, RequestTooLarge):
         return ApiError(400, message, code="context_length_exceeded")
     if isinstance(error, NotServing):

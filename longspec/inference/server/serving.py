@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -75,15 +76,6 @@ def http_server(app: FastAPI, drain_seconds: int) -> uvicorn.Server:
     SIGTERM and SIGINT close the sockets, let running and queued requests finish for up to `drain_seconds`, and are
     raised again afterwards, so that the command ends as after any signal. A second SIGINT cancels the requests.
     """
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        ws="none",
-        http="h11",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_seconds,
-    )
-    return _Server(config)
+    chosen: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": "h11", "log_level": "warning"}
+    chosen |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
+    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))
