@@ -1,7 +1,5 @@
 """Lossless acceptance: which proposed tokens the target keeps, and the bonus token that follows them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

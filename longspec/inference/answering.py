@@ -1,7 +1,5 @@
 """Answers to requests that are known from the start: those of `generate`, files of prompts, regenerated text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Checks of requests, and of the arguments of `generate`, whose name each UserError starts with."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

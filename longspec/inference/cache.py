@@ -1,7 +1,5 @@
 """The two caches of decoding: the target's keys and values for all layers, and the draft's window of constant size."""
 
-from __future__ import annotations
-
 from copy import copy
 from enum import IntEnum
 from typing import Any
@@ -90,7 +88,7 @@ class TargetCache:
         whole = self._whole[0] if self._whole else self
         return len(whole.rows)
 
-    def narrow(self, rows: slice) -> TargetCache:
+    def narrow(self, rows: slice) -> "TargetCache":
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         if rows == slice(0, len(self.lengths)):
             return self
@@ -105,7 +103,7 @@ class TargetCache:
         part._whole = (self, rows.start or 0)
         return part
 
-    def select(self, rows: Tensor) -> TargetCache:
+    def select(self, rows: Tensor) -> "TargetCache":
         """The cache for passes over n sequences, of which number b is in row rows[b]. rows: int [n], on the device.
 
         Only the keys and values serve such a pass; a captured one can be replayed with other rows.
@@ -114,7 +112,7 @@ class TargetCache:
         part.selected = rows
         return part
 
-    def reading(self, active: Tensor) -> TargetCache:
+    def reading(self, active: Tensor) -> "TargetCache":
         """The cache as a round reads it, on the same tensors: inactive rows have no prefix. active: bool [B].
 
         Slots are still assigned after `lengths`, so an inactive row keeps its accepted tokens.
@@ -165,7 +163,7 @@ class TargetCache:
 class SlotWriter(Cache):
     """A target cache during one pass of transformers' modules, which store keys and values through `update`."""
 
-    def __init__(self, cache: TargetCache, slots: Tensor) -> None:
+    def __init__(self, cache: "TargetCache", slots: Tensor) -> None:
         """slots: LongTensor [B, N], where the pass stores its tokens."""
         super().__init__(layers=[])
         self.cache = cache
@@ -200,7 +198,7 @@ class DraftCache:
         self.node_slots = torch.arange(window, window + nodes, device=device).expand(batch, -1)
         """LongTensor [B, N]: the slot of each node."""
 
-    def narrow(self, rows: slice) -> DraftCache:
+    def narrow(self, rows: slice) -> "DraftCache":
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         part = copy(self)
         part.keys = self.keys[rows]
@@ -209,7 +207,7 @@ class DraftCache:
         part.node_slots = self.node_slots[rows]
         return part
 
-    def with_nodes(self, nodes: int) -> DraftCache:
+    def with_nodes(self, nodes: int) -> "DraftCache":
         """The window and the first `nodes` nodes as a cache that shares the tensors of this one."""
         part = copy(self)
         part.keys = self.keys[:, :, : self.window + nodes]

@@ -1,7 +1,5 @@
 """The device and dtype of a model, and the facts about the machine that are stored with results."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import platform

@@ -4,8 +4,6 @@ A call borrows a batch of its kind, or builds one. Idle batches own no weights, 
 built for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -32,7 +30,7 @@ STEPS_PER_OCTAVE = 8
 T = TypeVar("T")
 
 _lock = Lock()
-_idle: WeakKeyDictionary[GlideMixin, list[Batch]] = WeakKeyDictionary()
+_idle: "WeakKeyDictionary[GlideMixin, list[Batch]]" = WeakKeyDictionary()
 """The idle batches of each model, the one used last at the end."""
 
 
@@ -69,7 +67,7 @@ def rounded_room(positions: int, max_positions: int) -> int:
     return max(positions, min(-(-positions // step) * step, max_positions))
 
 
-def borrow(kind: Hashable, room: int, runner: Runner) -> Batch | None:
+def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
     """An idle batch of this kind with room for `room` positions per row; None if there is none.
 
     `give_back` makes it idle again. Another thread gets another batch. An idle batch without enough room is freed.
@@ -89,7 +87,7 @@ def borrow(kind: Hashable, room: int, runner: Runner) -> Batch | None:
     return batch
 
 
-def give_back(batch: Batch) -> None:
+def give_back(batch: "Batch") -> None:
     """Make a batch idle, whose requests have all ended and whose caches are finite.
 
     Idle batches that were unused for the longest time are freed if there are too many or too large ones.
@@ -138,5 +136,5 @@ def release_all() -> None:
         release(model)
 
 
-def _bytes(batch: Batch) -> int:
+def _bytes(batch: "Batch") -> int:
     return 0 if batch.pooled is None else batch.pooled.bytes

@@ -4,8 +4,6 @@ Logits are fp32 or wider [B, ..., V], or with fewer columns; values are [B, ...,
 first. NaN and infinity stay in place, and at least one token stays. Each filter sees the result of those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

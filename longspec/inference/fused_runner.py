@@ -3,8 +3,6 @@
 `make_runner` chooses between them and transformers' own modules.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """`generate`: continues prompts; its arguments are named as in transformers' `generate`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

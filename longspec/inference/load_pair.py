@@ -1,7 +1,5 @@
 """`load_pair`: a target with its draft and its tokenizer, by name or by path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

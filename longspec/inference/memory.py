@@ -1,7 +1,5 @@
 """The memory that a batch needs, and what fits into a budget: rows, and cache slots per row."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 

@@ -1,7 +1,5 @@
 """The decoding methods: one engine with a drafter per method. Importing this module loads no other library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +61,7 @@ def method_names() -> tuple[str, ...]:
     return (*METHODS, *_own)
 
 
-def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sampler) -> Drafter:
+def make_drafter(drafting: Drafting, runner: "Runner", batch: int, sampler: "Sampler") -> "Drafter":
     """The drafter of one of `method_names()` for `batch` rows. sampler: the draft's."""
     if drafting.method in _own:
         return _own[drafting.method](runner, batch, drafting.gamma)
@@ -95,7 +93,7 @@ def uses_draft(drafting: Drafting) -> bool:
     return drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
 
 
-def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
+def list_length(model: "GlideMixin", drafting: Drafting) -> int | None:
     """Length of the vocabulary list of the draft that the method uses; None without one."""
     vocabulary = model.draft_model.vocabulary
     return len(vocabulary) if uses_draft(drafting) and vocabulary is not None else None

@@ -5,8 +5,6 @@ other decoding algorithms are refused by name if the caller sets them. If only t
 are ignored, and a warning names them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import cache

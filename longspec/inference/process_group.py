@@ -6,8 +6,6 @@ for the others. All ranks compute every round; its tokens are compared within th
 `TargetCache.compare_ranks`).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """The target and the draft that a run uses: a pair by name, or any target and draft by path."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

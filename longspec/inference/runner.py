@@ -1,7 +1,5 @@
 """The forward passes of decoding through transformers' own modules. `fused_runner` runs them in fewer kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -67,7 +65,7 @@ class Runner:
         for name in self.owned:
             delattr(self, name)
 
-    def take_weights(self, other: Runner) -> None:
+    def take_weights(self, other: "Runner") -> None:
         """Take over the weights of another runner of the same type, which are at the same addresses as before."""
         for name in self.owned:
             setattr(self, name, getattr(other, name))

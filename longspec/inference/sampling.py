@@ -4,8 +4,6 @@ The random numbers of a row depend on its seed and on the root's position alone,
 tokens whichever rows run next to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from enum import IntEnum
@@ -81,7 +79,7 @@ class Sampler:
         self._settings = settings
         self.purpose = Purpose.VERIFY
 
-    def on(self, backend: Backend) -> Sampler:
+    def on(self, backend: Backend) -> "Sampler":
         """The same sampler with the operations of a backend; plain torch's run anywhere."""
         bound = copy(self)
         bound.backend = backend
@@ -101,13 +99,13 @@ class Sampler:
         if self._texts is not None:
             self._texts.reserve(capacity)
 
-    def drafting(self) -> Sampler:
+    def drafting(self) -> "Sampler":
         """The sampler of the draft, with the same settings."""
         draft = copy(self)
         draft.purpose = Purpose.DRAFT
         return draft
 
-    def after_prefill(self) -> Sampler:
+    def after_prefill(self) -> "Sampler":
         """The sampler of the first token: it draws as a round whose root is the prompt's last token would."""
         if self._settings is None:
             return self
@@ -136,7 +134,7 @@ class Sampler:
         if (texts := self._texts) is not None:
             texts.append(tokens, self.settings.positions, counts)
 
-    def penalized(self, logits: Tensor, proposal: Proposal) -> Tensor:
+    def penalized(self, logits: Tensor, proposal: "Proposal") -> Tensor:
         """The target's logits [B, N, V] after the penalties; every node sees its row's text and its own ancestors."""
         return logits if self._texts is None else self._penalized(logits, Nodes.read(proposal))
 

@@ -1,7 +1,5 @@
 """Streamers receive tokens as they are decoded, and are ended once, because their readers wait for the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps

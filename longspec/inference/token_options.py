@@ -4,8 +4,6 @@
 Names are those of transformers' generation config where it has the option, else those of OpenAI's API.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf

@@ -4,8 +4,6 @@ transformers merges the generation configs, prepares prompts, masks and lengths,
 its own decoding loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Plain Python: given the table of times, the choice depends on past rounds only, so a seed always gives the same output.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass

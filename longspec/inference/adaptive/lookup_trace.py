@@ -4,8 +4,6 @@ Decoding is lossless, so the text does not depend on the plan that is played. Th
 have accepted follows from the text, without a single round of lookup.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

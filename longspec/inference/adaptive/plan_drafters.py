@@ -1,7 +1,5 @@
 """The drafters of all plans of a batch, on shared state: the draft's window, its tree, and the history of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from copy import copy
 
@@ -88,7 +86,7 @@ class PlanDrafters(Drafter):
         wrapped.reads_hidden, wrapped.layer_inputs = self.reads_hidden, self.layer_inputs
         return wrapped
 
-    def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
+    def share(self, rows: slice, sampler: Sampler) -> "PlanDrafters":
         part = copy(self)
         part.history = self.history.narrow(rows)
         if self.tree is not None:

@@ -2,8 +2,6 @@
 per target, draft, device, batch size and context.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

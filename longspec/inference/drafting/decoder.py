@@ -1,7 +1,5 @@
 """The interface of a draft in decoding, and the decoders of the draft architectures by name."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import NamedTuple, Self
 

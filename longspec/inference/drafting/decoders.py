@@ -1,7 +1,5 @@
 """The decoders of the draft architectures by name, and the registration of further architectures."""
 
-from __future__ import annotations
-
 from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.eagle3 import Eagle3Decoder
 from longspec.inference.drafting.glide import GlideDraft

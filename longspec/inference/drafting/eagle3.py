@@ -1,7 +1,5 @@
 """The EAGLE-3 draft during decoding: its KV cache of accepted tokens, and the forward pass of one level of a tree."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 
@@ -57,13 +55,13 @@ class Eagle3Decoder(DraftDecoder):
             self.cache = DraftCache(*given)
             self.rope = rope_table(self.draft.rotary[0], self.draft.fc.weight, capacity)
 
-    def narrow(self, rows: slice) -> Eagle3Decoder:
+    def narrow(self, rows: slice) -> "Eagle3Decoder":
         part = copy(self)
         part.newest, part.states, part.cache = self.newest[rows], self.states[rows], self.cache.narrow(rows)
         part.ids = None if self.ids is None else self.ids[rows]
         return part
 
-    def with_nodes(self, nodes: int) -> Eagle3Decoder:
+    def with_nodes(self, nodes: int) -> "Eagle3Decoder":
         part = super().with_nodes(nodes)
         part.states, part.cache = self.states[:, :nodes], self.cache.with_nodes(nodes)
         return part

@@ -1,7 +1,5 @@
 """The GLIDE draft during decoding: its window of accepted tokens, and the forward pass of one level of a tree."""
 
-from __future__ import annotations
-
 from copy import copy
 from functools import partial
 
@@ -32,13 +30,13 @@ class GlideDraft(DraftDecoder):
     def ids(self) -> Tensor | None:  # type: ignore[override]
         return None if self.head is None else self.head.ids
 
-    def narrow(self, rows: slice) -> GlideDraft:
+    def narrow(self, rows: slice) -> "GlideDraft":
         part = copy(self)
         part.head = None if self.head is None else self.head.narrow(rows)
         part.cache = self.cache.narrow(rows)
         return part
 
-    def with_nodes(self, nodes: int) -> GlideDraft:
+    def with_nodes(self, nodes: int) -> "GlideDraft":
         part = super().with_nodes(nodes)
         part.cache = self.cache.with_nodes(nodes)
         return part

@@ -1,7 +1,5 @@
 """Prompt lookup: proposes the tokens that followed an earlier occurrence of the newest tokens. Needs no draft."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from copy import copy
 
@@ -33,7 +31,7 @@ class TokenHistory(RowState):
         self.tokens = torch.zeros(batch, 0, dtype=torch.long, device=device)
         """LongTensor [B, capacity]: the token at each position; after the root, 0 or the prompts' padding."""
 
-    def narrow(self, rows: slice) -> TokenHistory:
+    def narrow(self, rows: slice) -> "TokenHistory":
         """The texts of some consecutive rows, in the same tensor."""
         part = copy(self)
         part.tokens = self.tokens[rows]
@@ -63,14 +61,14 @@ class LookupDrafter(Drafter):
     the target's own draws. All operations have static shapes.
     """
 
-    def __init__(self, history: TokenHistory, gamma: int) -> None:
+    def __init__(self, history: "TokenHistory", gamma: int) -> None:
         self.history = history
         self.parts = (history,)
         self.depth = gamma
         self.nodes = gamma + 1
         self.kind: Hashable = (type(self), gamma)
 
-    def share(self, rows: slice, sampler: Sampler) -> LookupDrafter:
+    def share(self, rows: slice, sampler: Sampler) -> "LookupDrafter":
         return LookupDrafter(self.history.narrow(rows), self.depth)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
@@ -92,7 +90,7 @@ class LookupBranches(RowState):
     The branches depend on the tokens before the tree's root alone, and not on draws of the round.
     """
 
-    def __init__(self, runner: Runner, history: TokenHistory, depth: int) -> None:
+    def __init__(self, runner: Runner, history: "TokenHistory", depth: int) -> None:
         """history: fed and started by others. depth: largest number of tokens of a branch."""
         self.backend, device = runner.backend, runner.device
         self.history, batch = history, len(history.tokens)
@@ -112,7 +110,7 @@ class LookupBranches(RowState):
             roots=torch.zeros(batch, dtype=torch.long, device=device),
         )
 
-    def narrow(self, rows: slice) -> LookupBranches:
+    def narrow(self, rows: slice) -> "LookupBranches":
         """The branches of some consecutive rows, on the same state."""
         part = copy(self)
         part.history = self.history.narrow(rows)

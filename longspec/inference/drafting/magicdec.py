@@ -1,7 +1,5 @@
 """MagicDec (arXiv 2408.11049): the target drafts for itself, attending to a sink and recent tokens only."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

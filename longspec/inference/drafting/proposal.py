@@ -1,7 +1,5 @@
 """Proposals, which drafters pass to verification, and the base of all drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Self
@@ -87,7 +85,7 @@ class Drafter(RowState):
     def refill(self, lengths: Tensor) -> None:
         """Take the newest tokens up to the roots, which rounds of other plans did not feed. lengths: int [B]."""
 
-    def for_plan(self, plan: Plan | None) -> Drafter:
+    def for_plan(self, plan: Plan | None) -> "Drafter":
         """The drafter of a plan, after `reserve`; None for a method without plans."""
         return self
 
@@ -99,7 +97,7 @@ class Drafter(RowState):
 class WrappedDrafter(Drafter):
     """A drafter with the state of another one."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: "Drafter") -> None:
         self.drafter = drafter
         self.parts = (drafter,)
         self.depth = drafter.depth

@@ -1,7 +1,5 @@
 """State of rows in decoding that follows their texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,7 +9,7 @@ class RowState:
     """State of B rows. Its methods use tensor operations of static shape, so that they can be captured in a CUDA graph.
     Without its own implementation a method passes the call on to `parts`."""
 
-    parts: Sequence[RowState] = ()
+    parts: "Sequence[RowState]" = ()
     reads_hidden: bool = False
     """Whether a proposal reads `TargetCache.newest_hidden`."""
     layer_inputs: tuple[int, ...] = ()

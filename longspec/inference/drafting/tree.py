@@ -1,8 +1,6 @@
 """Tree drafting: each level holds the best continuations of the level above, either the likeliest or sampled ones. Of
 the tree and of lookup branches next to it, all nodes or the best ones are verified."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from copy import copy
@@ -90,7 +88,7 @@ class TreeDrafter(Drafter):
         if lookup is not None and is_sampled:
             self.least_scores = least_scores(self.nodes, lookup)
 
-    def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
+    def share(self, rows: slice, sampler: Sampler) -> "TreeDrafter":
         draft = self.draft.narrow(rows)
         lookup = self.lookup and self.lookup.narrow(rows)
         # A greedy tree and a sampled one have different tensors, so such a part grows its own.
@@ -106,7 +104,7 @@ class TreeDrafter(Drafter):
         part.q = None if self.q is None else self.q[rows]
         return part
 
-    def cut(self, nodes: int, levels: int) -> TreeDrafter:
+    def cut(self, nodes: int, levels: int) -> "TreeDrafter":
         """A drafter that grows the first `levels` levels of the same tree and verifies `nodes` nodes. It shares the
         draft and the lookup."""
         part = copy(self)

@@ -1,7 +1,5 @@
 """Tokens of rounds in which no answer ends: they wait on the host, and clients get those of many rounds at once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The device's side of the engine: a static number of rows, prefill of some of them, and rounds over the first n."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The rows of a batch on the device: their caches and settings, which requests take over one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

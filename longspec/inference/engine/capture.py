@@ -1,7 +1,5 @@
 """Rounds and other passes as CUDA graphs: the host launches a whole round at once."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Admission and prefill: rows for the next requests, and passes over their prompts."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

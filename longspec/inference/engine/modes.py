@@ -1,7 +1,5 @@
 """The modes of a batch's rounds, and the drafters that they need, also where only some rows speculate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Where FlashAttention-3 runs, a chunk of one row can be a CUDA graph. `DraftStarter` starts the drafter on prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -3,8 +3,6 @@
 It runs on the thread that calls `step`. The server's scheduler is a thread around it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace

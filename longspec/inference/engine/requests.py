@@ -3,8 +3,6 @@
 Importing it loads no library.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -168,7 +166,7 @@ class Ticket:
     failure: str = ""
     """Why `on_event` failed; the request then ends with reason "error"."""
 
-    prompt: np.ndarray = field(init=False, repr=False)
+    prompt: "np.ndarray" = field(init=False, repr=False)
     """int64 [P]; set with its row."""
     reads_alone: bool = False
     """Whether its prompt is not read together with others: to be scored, or because such a pass has failed."""
@@ -179,7 +177,7 @@ class Ticket:
     last_token: float = 0.0
     new_tokens: int = 0
     rounds: int = 0
-    trace: LookupTrace | None = None
+    trace: "LookupTrace | None" = None
     """The text of a row that speculates, for the controller of "auto"."""
 
     @property

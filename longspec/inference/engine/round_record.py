@@ -1,7 +1,5 @@
 """The record of a round: packed into one tensor on the device, and read by the host row by row."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -93,7 +91,7 @@ class RowRound(NamedTuple):
     """See `TargetCache.faults`."""
 
     @classmethod
-    def read(cls, line: list[int], width: int, report: Report) -> RowRound:
+    def read(cls, line: list[int], width: int, report: Report) -> "RowRound":
         """line: a row of `RoundResult.lines`. width: depth + 1."""
         # The parts have `width` entries each, of which the first `count` are valid. The root precedes accepted nodes.
         count, fault, part = line[0], line[1], 2 + width
@@ -132,7 +130,7 @@ class Flight:
         """`RoundResult.lines`. The host waits for the round here and nowhere else."""
         return self._lines.numpy()
 
-    def tree(self, number: int, played: RowRound) -> Tree | None:
+    def tree(self, number: int, played: "RowRound") -> Tree | None:
         """The tree of a row, which did `played`; None unless traces are read."""
         if self._trace is None:
             return None
@@ -147,8 +145,8 @@ class Flight:
 
 
 def pack(
-    proposal: Proposal,
-    accepted: Accepted,
+    proposal: "Proposal",
+    accepted: "Accepted",
     tokens: Tensor,
     counts: Tensor,
     faults: Tensor,

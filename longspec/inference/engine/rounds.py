@@ -1,7 +1,5 @@
 """Rounds of draft, verify, accept and compact. They are the same for every method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple

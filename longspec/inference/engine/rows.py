@@ -1,7 +1,5 @@
 """The host's record of the rows: which tokens the cache holds, and which request each row answers."""
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ class Row:
     number: int
     index: int
     """Stays when the row's number changes."""
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
@@ -117,7 +115,7 @@ class Roster(NamedTuple):
     """Whether any request asks for trees."""
 
     @classmethod
-    def of(cls, running: list[Row], batch: Batch) -> Roster:
+    def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
         requests = [row.ticket.request for row in running]
         numbers = np.array([row.number for row in running], dtype=np.int64)
@@ -138,7 +136,7 @@ class Roster(NamedTuple):
         )
 
 
-def common_prefix(ids: np.ndarray, tokens: np.ndarray | array[int]) -> int:
+def common_prefix(ids: np.ndarray, tokens: "np.ndarray | array[int]") -> int:
     """Number of leading tokens that are equal. ids, tokens: int64."""
     shared = min(len(ids), len(tokens))
     if shared == 0:

@@ -1,7 +1,5 @@
 """The scheduler: the engine on a thread of its own, for requests from any thread."""
 
-from __future__ import annotations
-
 import logging
 from threading import Condition, Thread
 from typing import Any

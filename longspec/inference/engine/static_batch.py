@@ -1,7 +1,5 @@
 """One batch of prompts without requests, for teacher-forced rounds and measurements of single ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The engine's loop: prompts, rounds, and the events that they cause."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence

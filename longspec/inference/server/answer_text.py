@@ -1,7 +1,5 @@
 """The text of an answer, token by token, up to a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The server's web application: OpenAI's API, health, metrics and the page."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence

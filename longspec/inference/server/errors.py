@@ -1,7 +1,5 @@
 """Refusals in OpenAI's error format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The choices of one HTTP request: submitted together, read as one stream, cancelled together."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence

@@ -4,8 +4,6 @@ A field that is not set, or has such a value, is accepted. Another value of a fi
 refused by name. Fields that are listed nowhere are ignored, and the response names them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits of what one HTTP request may ask for, and the middleware that reads its body within them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 

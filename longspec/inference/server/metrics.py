@@ -1,7 +1,5 @@
 """Figures of a server in the format of Prometheus."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 `known_fields` lists the fields of other servers that are accepted or refused; all others are ignored and named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -193,7 +191,7 @@ class _Generation(Strict):
         return False
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> _Generation:
+    def _check_combinations(self) -> "_Generation":
         if self.best_of not in (None, 1, self.n):
             raise PydanticCustomError("unsupported", NOT_SUPPORTED, {"field": "best_of"})
         if self.stream_options is not None and not self.stream:
@@ -252,7 +250,7 @@ class ChatRequest(_Generation):
         return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def _check_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("unsupported", "only with logprobs", {"field": "top_logprobs"})
         return self
@@ -288,7 +286,7 @@ class CompletionRequest(_Generation):
         return self.max_tokens == 0
 
     @model_validator(mode="after")
-    def _check_limit(self) -> CompletionRequest:
+    def _check_limit(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             message = "should be greater than or equal to 1, or 0 with echo"
             raise PydanticCustomError("unsupported", message, {"field": "max_tokens"})

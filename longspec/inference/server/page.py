@@ -1,7 +1,5 @@
 """The chat page: one file without external resources, and the headers that keep it so."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The bodies of answers in OpenAI's format, whole and in chunks."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The model that a server answers for: its names, its tokenizer, and how it reads prompts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

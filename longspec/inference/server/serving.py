@@ -1,7 +1,5 @@
 """Running the application with uvicorn: the socket, the addresses that are safe, and the end."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import sys
