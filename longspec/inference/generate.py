@@ -1,7 +1,7 @@
 """`generate`: continues prompts; its arguments are named as in transformers' `generate`."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -130,7 +130,9 @@ def generate(
     shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
     drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
     drafting = checked_drafting(model, drafting, allow_untrained_draft)
-    _check_options(options)
+    # Some tokenizers return token_type_ids.
+    for name in options.keys() - {*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids"}:
+        raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
     refuse_options(options, (*REFUSED, *STOPPING))
     report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
     input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
@@ -155,26 +157,33 @@ def generate(
         check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
-    is_last = _stops(stopping_criteria, input_ids.to(device), answers) if stopping_criteria else None
+    prompts = input_ids.to(device) if stopping_criteria else input_ids
     stream = new_token_sink(streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
+    reads_each = stream is not None or bool(stopping_criteria)
 
     def take(number: int, event: Tokens) -> int | None:
-        if stream is None and is_last is None:
+        if not reads_each:
             answers[number] += event.ids
             return None
         for count, (token, origin) in enumerate(zip(event.ids, event.origins, strict=True), 1):
             answers[number].append(token)
             if stream is not None:
                 stream(token, origin)
-            if is_last is not None and is_last(number):
-                return count
+            if stopping_criteria:
+                # They see the padded prompt, as in transformers' own `generate`.
+                ids = torch.cat([prompts[number], prompts.new_tensor(answers[number])])[None]
+                if any(bool(torch.as_tensor(ends(ids, None)).all()) for ends in stopping_criteria):  # type: ignore[arg-type]
+                    return count
         return None
 
-    listener = Listener(take, in_blocks=stream is None and is_last is None)
+    listener = Listener(take, in_blocks=not reads_each)
     stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
-    return _output(rows, answers, pad_id, device, stats)
+    # Rows end at different lengths.
+    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
+    sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
+    return GenerationOutput(pad_sequence(sequences, batch_first=True, padding_value=pad_id), new_tokens, stats)
 
 
 def request_sampling(
@@ -192,37 +201,6 @@ def request_sampling(
     return Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
 
 
-def _output(
-    rows: Sequence[Tensor], answers: Sequence[list[int]], pad_id: int, device: torch.device, stats: GenerationStats
-) -> GenerationOutput:
-    """Rows end at different lengths; each output is its prompt without padding and its new tokens."""
-    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
-    sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(pad_sequence(sequences, batch_first=True, padding_value=pad_id), new_tokens, stats)
-
-
 @cache
 def _log_no_draft(target: str) -> None:
     logger.warning("%s: no trained draft, so tokens are proposed by prompt lookup alone", target)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise UserError for a keyword argument that `generate` does not know."""
-    known = (*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids")  # some tokenizers return token_type_ids
-    for name in options:
-        if name not in known:
-            raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
-
-
-def _stops(
-    criteria: Sequence[StoppingCriteria], input_ids: Tensor, answers: Sequence[Sequence[int]]
-) -> Callable[[int], bool]:
-    """Whether a criterion ends a row at its newest token. It sees a single row: its prompt as passed in, and `answers`
-    of the row."""
-
-    def stops(row: int) -> bool:
-        # transformers' criteria see the padded prompt, as in its own `generate`.
-        ids = torch.cat([input_ids[row], input_ids.new_tensor(answers[row])])[None]
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
-
-    return stops

@@ -59,38 +59,18 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: 
     return slots_for(tokens, -1, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * LOGIT_BYTES
 
 
-def row_capacity(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    rows: int,
-    nodes: int,
-    memory: int,
-    fixed: int,
-    longest: int,
-    draft: tuple[int, int],
-) -> int:
-    """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
-
-    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; draft: see
-    `DraftDecoder.state_bytes`. Raises UserError if the memory does not even suffice for one step of the cache's size.
+def row_capacity(memory: int, fixed: int, rows: int, most: int, row: int, slot: int) -> int:
+    """Cache slots per row: `most`, or fewer if the rows would exceed the memory. Raises UserError below one step of
+    the cache's size. In bytes: memory; fixed, of it, whatever the rows; row and slot, what each of them takes.
     """
-    slots = (memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES - draft[0]
-    slots //= slot_bytes(config, dtype) + draft[1]
+    slots = ((memory - fixed) // rows - row) // slot
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
             f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
-    return min(slots, slots_for(longest, nodes - 1, nodes))
-
-
-def fitting_rows(
-    config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int, draft: tuple[int, int]
-) -> int:
-    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes, draft as in `row_capacity`."""
-    row = slots_for(longest, nodes - 1, nodes) * (slot_bytes(config, dtype) + draft[1])
-    return max(1, memory // (row + draft[0] + nodes * config.vocab_size * ROUND_BYTES))
+    return min(slots, most)
 
 
 def slots_for(room: int, depth: int, nodes: int) -> int:

@@ -145,8 +145,7 @@ class Sampler:
         """
         if (texts := self._texts) is None or self.kind.penalties is None:
             return None
-        where = texts, self.kind.penalties, self.settings.positions, vocab
-        return RowTerms.read(*where).with_bias(*where).of_columns(ids)
+        return RowTerms.of_draft(texts, self.kind.penalties, self.settings.positions, vocab, ids)
 
     def _penalized(self, logits: Tensor, nodes: Nodes) -> Tensor:
         assert self._texts is not None and self.kind.penalties is not None

@@ -84,7 +84,12 @@ def generate_as_transformers(
     check_stopping(stopping_criteria)
     _check_types(self.generation_config if generation_config is None else generation_config)
     criteria = [*(stopping_criteria or ()), *_string_criteria(self, generation_config, kwargs)]
-    decoding |= _penalties(self, generation_config, kwargs)
+    # Arguments come before the config that is passed in, and this before the model's own.
+    given = {name: getattr(generation_config, name, None) for name in TOKEN_OPTIONS}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
+    merged_settings(given, self.generation_config, (), self.config.vocab_size)  # checks them first
+    decoding |= token_values(given, self.generation_config)
     for name in _HANDLED:
         kwargs.pop(name, None)
     # transformers reads the defaults from the model; this one shares everything else with `self`.
@@ -118,18 +123,6 @@ def _string_criteria(
         raise UserError("stop_strings: pass tokenizer= as well")
     stop_strings = options.get("stop_strings", model.generation_config.stop_strings)
     return [StopStringCriteria(tokenizer, stop_strings)] if stop_strings and tokenizer is not None else []
-
-
-def _penalties(model: GlideMixin, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of TOKEN_OPTIONS. Arguments come before the config that is passed in, and this before the model's own.
-
-    Raises UserError.
-    """
-    own = {name: getattr(given, name, None) for name in TOKEN_OPTIONS}
-    own = {name: value for name, value in own.items() if value is not None}
-    arguments = {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
-    merged_settings(own | arguments, model.generation_config, (), model.config.vocab_size)  # checks them first
-    return token_values(own | arguments, model.generation_config)
 
 
 def _decode(
@@ -201,9 +194,6 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
     """The sampling settings of `longspec.generate`, from a config that transformers has completed."""
     if not config.do_sample:
         return {"temperature": 0.0}
-    settings = {
-        "temperature": 1.0 if config.temperature is None else config.temperature,
-        "top_p": 1.0 if config.top_p is None else config.top_p,
-        "top_k": 0 if config.top_k is None else config.top_k,
-    }
-    return settings | {name: getattr(config, name) for name in FILTER_OPTIONS}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    settings = {name: getattr(config, name) for name in (*neutral, *FILTER_OPTIONS)}
+    return settings | {name: value for name, value in neutral.items() if settings[name] is None}

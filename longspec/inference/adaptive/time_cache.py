@@ -125,18 +125,19 @@ def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
         content = json.loads(path.read_text())
         if not time.time() < content["expires"]:
             return None
-        times = content["times"]
-        low, high = map(int, times["contexts"])
-        at_low, at_high = ([float(times["seconds"][plan.name][end]) for plan in plans] for end in (0, 1))
-        refill, names = float(times["refill"]), [plan.name for plan in plans]
-        if not (0 <= low < high and refill >= 0 and all(math.isfinite(n) and n > 0 for n in (*at_low, *at_high))):
+        (low, high), refill = map(int, content["times"]["contexts"]), float(content["times"]["refill"])
+        seconds: dict[str, tuple[float, float]] = {}
+        for plan in plans:
+            at_low, at_high = map(float, content["times"]["seconds"][plan.name])
+            seconds[plan.name] = at_low, at_high
+        if not (0 <= low < high and refill >= 0 and all(0 < n < math.inf for pair in seconds.values() for n in pair)):
             raise ValueError("not times of rounds")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError):
         logger.warning("%s: damaged; the times of rounds are measured again", path)
         return None
-    return RoundTimes((low, high), dict(zip(names, zip(at_low, at_high, strict=True), strict=True)), refill)
+    return RoundTimes((low, high), seconds, refill)
 
 
 def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:

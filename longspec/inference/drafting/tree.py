@@ -59,34 +59,34 @@ class TreeDrafter(Drafter):
         self.lookup = lookup
         grown_nodes = 1 + sum(self.shape)
         most_nodes = grown_nodes + (lookup.nodes if lookup else 0)
-        self.nodes = min(nodes or most_nodes, most_nodes)
-        self.depth = self._longest_path()
-        self.selects = self.nodes < grown_nodes or lookup is not None
         self.sampler = sampler.on(runner.backend)
-        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
         self.draft = draft or new_decoder(runner, batch, grown_nodes)
         if self.draft.ids is not None and max(self.shape) > self.draft.columns:
-            raise UserError(
-                f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
-                f"{self.draft.columns} nodes"
-            )
+            most = f"with this draft's vocabulary a level has at most {self.draft.columns} nodes"
+            raise UserError(f"tree_shape: {list(self.shape)}; {most}")
         self.reads_hidden, self.layer_inputs = self.draft.reads_hidden, self.draft.layer_inputs
 
         # Every round grows the tree in the same tensors.
         is_sampled = tree_rule == "reject" and not sampler.greedy
         self.tree = new_tree(batch, grown_nodes, is_sampled, runner.device)
-        inner_nodes = grown_nodes - self.shape[-1]
         self.q: Tensor | None = None
         """fp32 [B, inner nodes, V]: the distributions that children are sampled from; None if they are not sampled."""
         if is_sampled:
+            inner_nodes = grown_nodes - self.shape[-1]
             self.q = torch.empty(batch, inner_nodes, runner.config.vocab_size, device=runner.device)
         widths = torch.tensor([1, *self.shape])
         self.levels = torch.arange(len(widths)).repeat_interleave(widths).to(runner.device)
         """LongTensor [M]: the depth of the nodes of the whole tree."""
-        self.least_scores: Tensor | None = None
+        self._verify(min(nodes or most_nodes, most_nodes))
+        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
+
+    def _verify(self, nodes: int) -> None:
+        """Set the number of nodes that are verified."""
+        lookup, self.nodes = self.lookup, nodes
+        self.depth = min(max(len(self.shape), lookup.depth if lookup else 0), nodes - 1)
+        self.selects = nodes < len(self.levels) or lookup is not None
+        self.least_scores = least_scores(nodes, lookup) if lookup is not None and self.q is not None else None
         """fp32 [K, D]: score that each node of the branches needs next to a sampled tree."""
-        if lookup is not None and is_sampled:
-            self.least_scores = least_scores(self.nodes, lookup)
 
     def share(self, rows: slice, sampler: Sampler) -> "TreeDrafter":
         draft = self.draft.narrow(rows)
@@ -97,9 +97,7 @@ class TreeDrafter(Drafter):
             return TreeDrafter(self.runner, batch, self.shape, sampler, self.tree_rule, draft, self.nodes, lookup)
 
         part = copy(self)
-        part.sampler = sampler.on(self.runner.backend)
-        part.draft = draft
-        part.lookup = lookup
+        part.sampler, part.draft, part.lookup = sampler.on(self.runner.backend), draft, lookup
         part.tree = Tree(*(values[rows] for values in self.tree))
         part.q = None if self.q is None else self.q[rows]
         return part
@@ -108,7 +106,6 @@ class TreeDrafter(Drafter):
         """A drafter that grows the first `levels` levels of the same tree and verifies `nodes` nodes. It shares the
         draft and the lookup."""
         part = copy(self)
-        part.nodes = nodes
         part.kind = (self.kind, nodes, levels)
         if levels < len(self.shape):
             part.shape = self.shape[:levels]
@@ -117,15 +114,8 @@ class TreeDrafter(Drafter):
             part.tree = new_tree(len(self.tree.tokens), grown_nodes, self.q is not None, self.runner.device)
             part.levels = self.levels[:grown_nodes]
             part.q = None if self.q is None else self.q[:, : grown_nodes - part.shape[-1]]
-        part.depth = part._longest_path()
-        part.selects = nodes < part.tree.tokens.shape[1] or self.lookup is not None
-        if self.lookup is not None and self.least_scores is not None:
-            part.least_scores = least_scores(nodes, self.lookup)
+        part._verify(nodes)
         return part
-
-    def _longest_path(self) -> int:
-        """Number of draft tokens on the longest path that can be verified."""
-        return min(max(len(self.shape), self.lookup.depth if self.lookup else 0), self.nodes - 1)
 
     @property
     def parts(self) -> list[RowState]:  # type: ignore[override]

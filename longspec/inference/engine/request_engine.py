@@ -172,24 +172,23 @@ def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) ->
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
     fixed += memory.chunk_bytes(config, dtype, settings.prefill_chunk)
     room = position_limit(config) if longest is None else longest
-    draft = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
+    row, slot = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
+    row += nodes * config.vocab_size * memory.ROUND_BYTES
+    slot += memory.slot_bytes(config, dtype)
+    slots = memory.slots_for(room, nodes - 1, nodes)
 
-    def fitting(budget: int) -> int:
-        return most if longest is None else memory.fitting_rows(config, dtype, room, nodes, budget - fixed, draft)
+    def fitting() -> tuple[int, int]:
+        """Bytes that the batch may take, and the rows with all slots that fit into them."""
+        budget = settings.memory or least_over_ranks(int(free_bytes(runner.device) * memory.SHARE), runner.device)
+        return budget, most if longest is None else min(most, max(1, (budget - fixed) // (row + slots * slot)))
 
-    budget = settings.memory or _free_memory(runner)
-    if longest is None or fitting(budget) < most:
+    budget, rows = fitting()
+    if longest is None or rows < most:
         engine_pool.release(model)
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        budget = settings.memory or _free_memory(runner)
-    rows = min(most, fitting(budget))
-    return rows, memory.row_capacity(config, dtype, rows, nodes, budget, fixed, room, draft)
-
-
-def _free_memory(runner: Runner) -> int:
-    """Bytes that a batch may take."""
-    return least_over_ranks(int(free_bytes(runner.device) * memory.SHARE), runner.device)
+        budget, rows = fitting()
+    return rows, memory.row_capacity(budget, fixed, rows, slots, row, slot)
 
 
 def check_positive(**values: int) -> None:

@@ -8,7 +8,7 @@ from longspec.errors import first_line
 from longspec.inference.arguments import checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine, check_positive
-from longspec.inference.engine.requests import FinishReason, NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
+from longspec.inference.engine.requests import NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin, check_pair
@@ -123,19 +123,14 @@ class Scheduler:
                     if self._closing:
                         break
                 self.engine.step()
-            self._end_all("cancelled", "")
+            self._worker.end_all("cancelled", "")
         except Exception as error:  # the engine is lost: every request learns it, and so does the health check
             logger.exception("the engine failed")
             with self._changed:
                 self._error = f"the engine failed: {first_line(error)}"
-            self._end_all("error", self._error)
+            self._worker.end_all("error", self._error)
+            self._note_change()
 
     def _note_change(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _end_all(self, reason: FinishReason, message: str) -> None:
-        with self._changed:
-            self._draining = True
-        self._worker.end_all(reason, message)
-        self._note_change()
