@@ -94,10 +94,8 @@ def prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor
 
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
-    """Drafting settings that fit a model. Raises UserError for those that cannot work.
-
-    The levels of method "auto" have no more nodes than the vocabulary has tokens.
-    """
+    """Drafting settings that fit a model. Raises UserError for those that cannot work. The levels of method "auto" have
+    no more nodes than the vocabulary has tokens."""
     method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
     if method == AUTO and not isinstance(shape, str) and all(map(is_integer, shape)):
         drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))

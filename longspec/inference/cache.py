@@ -105,18 +105,14 @@ class TargetCache:
 
     def select(self, rows: Tensor) -> "TargetCache":
         """The cache for passes over n sequences, of which number b is in row rows[b]. rows: int [n], on the device.
-
-        Only the keys and values serve such a pass; a captured one can be replayed with other rows.
-        """
+        Only the keys and values serve such a pass; a captured one can be replayed with other rows."""
         part = copy(self)
         part.selected = rows
         return part
 
     def reading(self, active: Tensor) -> "TargetCache":
-        """The cache as a round reads it, on the same tensors: inactive rows have no prefix. active: bool [B].
-
-        Slots are still assigned after `lengths`, so an inactive row keeps its accepted tokens.
-        """
+        """The cache as a round reads it, on the same tensors: inactive rows have no prefix. active: bool [B]. Slots are
+        still assigned after `lengths`, so an inactive row keeps its accepted tokens."""
         part = copy(self)
         part.prefix_lengths = self.lengths * active
         return part
@@ -130,10 +126,8 @@ class TargetCache:
         return Watch(self.faults, int(fault))
 
     def compare_ranks(self, tokens: Tensor, counts: Tensor) -> None:
-        """Set `Fault.RANKS` for all rows if the ranks that share the target disagree on the result of a round.
-
-        tokens: LongTensor [B, n]; counts: LongTensor [B], the number of valid tokens per row.
-        """
+        """Set `Fault.RANKS` for all rows if the ranks that share the target disagree on the result of a round. tokens:
+        LongTensor [B, n]; counts: LongTensor [B], the number of valid tokens per row."""
         if model_parallel_rank_and_size()[1] == 1:
             return
         is_valid = self.faults == 0
@@ -148,9 +142,7 @@ class TargetCache:
 
     def keep(self, path: Tensor, counts: Tensor, backend: Backend) -> None:
         """Accept the first counts[b] nodes of `path`: move their entries next to the accepted tokens, in all layers.
-
-        path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B].
-        """
+        path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B]."""
         if self._whole is not None:  # the kernel needs contiguous tensors, and accepts nothing in the other rows
             whole, first = self._whole
             others = (first, len(whole.lengths) - first - len(counts))
@@ -199,7 +191,6 @@ class DraftCache:
         """LongTensor [B, N]: the slot of each node."""
 
     def narrow(self, rows: slice) -> "DraftCache":
-        """The consecutive `rows` as a cache that shares the tensors of this one."""
         part = copy(self)
         part.keys = self.keys[rows]
         part.values = self.values[rows]
@@ -216,10 +207,8 @@ class DraftCache:
         return part
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Store accepted tokens in the window, where `valid`.
-
-        keys, values: [B, K, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
-        """
+        """Store accepted tokens in the window, where `valid`. keys, values: [B, K, T, D]; positions: LongTensor [B, T],
+        at most W consecutive ones; valid: bool [B, T]."""
         # Entries that are not valid are rewritten unchanged, because a round has static shapes.
         slots = positions % self.window
         for store, new in ((self.keys, keys), (self.values, values)):

@@ -31,10 +31,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError.
-
-    "auto" on a GPU without bfloat16 is float16 for a target in bfloat16, and logs it.
-    """
+    """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError. "auto" on a GPU
+    without bfloat16 is float16 for a target in bfloat16, and logs it."""
     checked = checked_dtype(dtype)
     if isinstance(checked, torch.dtype):
         return checked

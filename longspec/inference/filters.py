@@ -11,10 +11,8 @@ from torch import Tensor
 
 
 def keep_likely(logits: Tensor, values: Mapping[str, Tensor], largest_k: int) -> Tensor:
-    """Logits after the filters in `values`, by their names in the order of `request.FILTERS`.
-
-    largest_k: see `SamplingKind.largest_k`.
-    """
+    """Logits after the filters in `values`, by their names in the order of `request.FILTERS`. largest_k: see
+    `SamplingKind.largest_k`."""
     if "top_p" in values:
         no_top_k = torch.full_like(values["top_p"], logits.shape[-1], dtype=torch.long)
         logits = truncate(logits, values.get("top_k", no_top_k), values["top_p"])

@@ -126,11 +126,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
-    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one.
-
-    A plain runner on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic
-    decoding without a fused runner.
-    """
+    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one. A plain runner
+    on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic decoding without a
+    fused runner."""
     backend = model_backend(model, attention)
     device = model.lm_head.weight.device
     if attention == DETERMINISTIC:

@@ -29,11 +29,9 @@ def check_memory(
     nodes: int,
     listed: int | None,
 ) -> None:
-    """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory.
-
-    rows: size of the largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass.
-    listed: length of the draft's vocabulary list; None without one.
-    """
+    """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory. rows: size of the
+    largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass. listed: length of the
+    draft's vocabulary list; None without one."""
     # A lower bound: activations and the draft's layer come on top.
     weights = weight_bytes(config, dtype)
     head = head_bytes(config, dtype, listed, rows)
@@ -80,10 +78,8 @@ def slots_for(room: int, depth: int, nodes: int) -> int:
 
 
 def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Estimate of the activations of prefill passes over at most `tokens` tokens of a row.
-
-    Attention and MLP of a layer count as if they ran at the same time; the difference covers workspaces of kernels.
-    """
+    """Estimate of the activations of prefill passes over at most `tokens` tokens of a row. Attention and MLP of a layer
+    count as if they ran at the same time; the difference covers workspaces of kernels."""
     tokens = min(tokens, position_limit(config))
     stream = 2 * config.hidden_size  # hidden states before and after a norm
     # Queries, keys and values of the merged projection; rotated queries; output.

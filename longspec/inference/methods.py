@@ -23,7 +23,6 @@ AUTO = "auto"
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 DEFAULT_GAMMA = 4
-"""Tokens of a chain."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ _own: dict[str, MakeDrafter] = {}
 
 
 def register_method(name: str, make: MakeDrafter) -> None:
-    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process.
-
-    make: called with the model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output
-    is that of the target whatever the drafter proposes. Raises UserError for a name that exists.
-    """
+    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process. make: called with the
+    model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output is that of the target
+    whatever the drafter proposes. Raises UserError for a name that exists."""
     if name in (*method_names(), AUTO):
         raise UserError(f"register_method: there is a method {name!r}; choose another name")
     _own[name] = make

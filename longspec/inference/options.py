@@ -83,11 +83,9 @@ def report_ignored(
     applied: Collection[str] = FILE_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
-    """Say in one line which options of a target's generation config change its answers, but are ignored.
-
-    applied: options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it
-    as a warning, once per process.
-    """
+    """Say in one line which options of a target's generation config change its answers, but are ignored. applied:
+    options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it as a
+    warning, once per process."""
     names = (name for name in WITHOUT_FILE if name not in _SILENT and name not in applied)
     values = {name: getattr(config, name, None) for name in names}
     if ignored := {name: value for name, value in values.items() if not is_neutral(name, value)}:
@@ -104,10 +102,8 @@ def _warn_once(line: str) -> None:
 
 
 def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, Any]:
-    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range.
-
-    arguments: override the model's generation config.
-    """
+    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range. arguments: override the model's
+    generation config."""
     values = {}
     for name in FILTER_OPTIONS:
         value = arguments[name] if name in arguments else getattr(config, name, None)

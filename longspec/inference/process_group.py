@@ -118,10 +118,7 @@ def only_rank_zero(tp_size: int, device: str | None) -> Iterator[None]:
 @contextmanager
 def equal_ranks(tp_size: int, device: str | None) -> Iterator[None]:
     """Context of a program that the `tp_size` ranks of its launch run alike, such as a benchmark, and whose target they
-    share. 1 changes nothing. Arguments and errors as in `shared_target`.
-
-    No captured round may outlive the context.
-    """
+    share. 1 changes nothing. Arguments and errors as in `shared_target`. No captured round may outlive the context."""
     if tp_size == 1:
         yield
         return
@@ -244,19 +241,15 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
 
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:
     """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of its `repeated` methods.
-
-    `end_calls` ends this; there is one such object at a time.
-    """
+    `end_calls` ends this; there is one such object at a time."""
     if _leads:
         _send(Call(_repeat, {"build": build, "arguments": arguments}))
     return build(model, **arguments)
 
 
 def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A method that the ranks which share a target call alike. No such method calls another one.
-
-    Arguments are on the host and sent pickled; each rank keeps its own results.
-    """
+    """A method that the ranks which share a target call alike. No such method calls another one. Arguments are on the
+    host and sent pickled; each rank keeps its own results."""
 
     @wraps(method)
     def call(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:

@@ -138,7 +138,6 @@ class RowSettings:
         return settings
 
     def narrow(self, rows: slice) -> "RowSettings":
-        """The consecutive `rows`, in the same tensors."""
         penalties = None if self.penalties is None else self.penalties.narrow(rows)
         return RowSettings(self.numbers[:, rows], self.greedy[rows], self.positions[rows], penalties)
 
@@ -149,10 +148,8 @@ class RowSettings:
         return self.numbers[index] if index < 2 else self.numbers[index].view(torch.float64)
 
     def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling], seeds: Sequence[int]) -> None:
-        """Set the settings of some rows, without waiting for the device.
-
-        seeds: 0 to 2^64 - 1; they replace those of `samplings`.
-        """
+        """Set the settings of some rows, without waiting for the device. seeds: 0 to 2^64 - 1; they replace those of
+        `samplings`."""
         settings = [Sampling(temperature=1.0) if sampling.greedy else sampling for sampling in samplings]
         integers = [[seed - (seed >> 63 << 64) for seed in seeds], [s.top_k or 2**31 for s in settings]]
         fractions = [[getattr(sampling, name) for sampling in settings] for name in FIELDS[2:]]

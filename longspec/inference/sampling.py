@@ -7,7 +7,7 @@ tokens whichever rows run next to it.
 from collections.abc import Sequence
 from copy import copy
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,10 +117,8 @@ class Sampler:
     def first_tokens(
         self, logits: Tensor, prompts: Tensor, lengths: Sequence[int], watch: Watch | None = None
     ) -> Tensor:
-        """The first tokens of answers, LongTensor [B]; logits [B, V]: at the last tokens of the prompts.
-
-        prompts: LongTensor [B, P], padded on the right with tokens; lengths: those of the B prompts.
-        """
+        """The first tokens of answers, LongTensor [B]; logits [B, V]: at the last tokens of the prompts. prompts:
+        LongTensor [B, P], padded on the right with tokens; lengths: those of the B prompts."""
         first, texts = self.after_prefill(), self._texts
         if texts is None:
             return first.choose(logits, watch)
@@ -139,10 +137,8 @@ class Sampler:
         return logits if self._texts is None else self._penalized(logits, Nodes.read(proposal))
 
     def draft_terms(self, vocab: int, ids: Tensor | None = None) -> RowTerms | None:
-        """What penalties do to a draft's logits in a round; None for nothing. Drafts see the text up to the root.
-
-        ids: LongTensor [B, C], the token of each column of the logits; None if columns are tokens.
-        """
+        """What penalties do to a draft's logits in a round; None for nothing. Drafts see the text up to the root. ids:
+        LongTensor [B, C], the token of each column of the logits; None if columns are tokens."""
         if (texts := self._texts) is None or self.kind.penalties is None:
             return None
         return RowTerms.of_draft(texts, self.kind.penalties, self.settings.positions, vocab, ids)
@@ -161,11 +157,9 @@ class Sampler:
         return None if self.greedy else self.settings["temperature"]
 
     def warped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, ..., V] after the filters, and the temperature, [B], that is still to be applied to them.
-
-        A temperature alone is not applied here, because the kernels divide by it while they read the logits. Tokens
-        that are left out get -inf; NaN and infinity stay in place.
-        """
+        """Logits [B, ..., V] after the filters, and the temperature, [B], that is still to be applied to them. A
+        temperature alone is not applied here, because the kernels divide by it while they read the logits. Tokens that
+        are left out get -inf; NaN and infinity stay in place."""
         if not self.kind.filters:
             return logits, self.temperature
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -191,28 +185,21 @@ class Sampler:
 
     def draw(self, weights: Tensor, step: int = 0) -> Tensor:
         """Independent draws, LongTensor [B, ...], in proportion to weights [B, ..., V], which need not be normalized.
-
-        step: number of the draw within the round; draws of one number are equal.
-        """
+        step: number of the draw within the round; draws of one number are equal."""
         # Not torch.multinomial, which waits for the device and draws its noise in fp32 (see `exponentials`).
         return self.backend.first_arrival(weights, self.exponentials(weights, step))
 
     def uniforms(self, like: Tensor) -> Tensor:
         """Independent uniform numbers in [0, 1), fp64, with the shape of `like`, [B, ...]."""
         # fp32 uniforms are multiples of 6e-8, too coarse for improbable tokens of a large vocabulary.
-        settings, stream = self.settings, self._stream(0, 0)
-        return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:])
+        return self._noise(like, 0)
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         """Independent exponential numbers of rate 1, fp64, with the shape of `like`, [B, ...]; `first` as in
-        `Backend.row_noise`.
-
-        Constant in greedy rows: these draw the most probable token, and grow the same tree in every run.
-        """
+        `Backend.row_noise`. Constant in greedy rows: these draw the most probable token, and grow the same tree in
+        every run."""
         # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
-        settings, stream = self.settings, self._stream(1, step)
-        numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
-        return self.backend.row_noise(*numbers)
+        return self._noise(like, MOST_DRAWS + step, self.settings.greedy, first)
 
     def exponentials_by_part(self, like: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """`exponentials` for like [B, N, V], split along N into contiguous parts of `widths`."""
@@ -224,16 +211,15 @@ class Sampler:
             first += part[0].numel()
         return parts
 
-    def _stream(self, kind: int, step: int) -> int:
-        """kind: 0 for uniform numbers, 1 for exponential ones."""
-        return (2 * self.purpose + kind) * MOST_DRAWS + step
+    def _noise(self, like: Tensor, number: int, *options: Any) -> Tensor:
+        """number: that of the draw, from MOST_DRAWS on for exponential numbers."""
+        settings, stream = self.settings, 2 * self.purpose * MOST_DRAWS + number
+        return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:], *options)
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:
-    """The seed of each row: as given, or from one seed.
-
-    None draws that one from torch's global generator, unless rows are greedy.
-    """
+    """The seed of each row: as given, or from one seed. None draws that one from torch's global generator, unless rows
+    are greedy."""
     if isinstance(seed, Sequence):
         return list(seed)
     if seed is None:
@@ -247,4 +233,3 @@ def per_row(values: Tensor, like: Tensor) -> Tensor:
 
 
 GREEDY = Sampler()
-"""The sampler of greedy rows."""

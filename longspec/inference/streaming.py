@@ -40,11 +40,9 @@ def new_token_sink(streamer: Streamer | None) -> Callable[[int, Origin], object]
 
 
 def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises.
-
-    A reader in another thread would otherwise wait for ever. If one decorated function calls another with the same
-    streamer, the outer one ends it.
-    """
+    """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises. A reader in
+    another thread would otherwise wait for ever. If one decorated function calls another with the same streamer, the
+    outer one ends it."""
     parameters = signature(function)
 
     @wraps(function)

@@ -103,10 +103,8 @@ def generate_as_transformers(
 def _string_criteria(
     model: GlideMixin, given: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> list[StoppingCriteria]:
-    """The criterion of stop_strings, if there are any. Removes `tokenizer` from kwargs.
-
-    Raises UserError for an option of the caller that decoding cannot apply, and reports those of the model's config.
-    """
+    """The criterion of stop_strings, if there are any. Removes `tokenizer` from kwargs. Raises UserError for an option
+    of the caller that decoding cannot apply, and reports those of the model's config."""
     # The options that the caller sets, by arguments or else by the generation config that is passed in. A pipeline
     # passes a copy of the model's own.
     names = (*REFUSED, "stop_strings")
@@ -135,10 +133,8 @@ def _decode(
     criteria: Sequence[StoppingCriteria],
     **others: Any,
 ) -> Tensor | SpeculativeOutput:
-    """What transformers calls in place of its own decoding loop, with a copy of the model `own`.
-
-    stopping_criteria: transformers', of which only time limits apply. decoding: arguments of `longspec.generate`.
-    """
+    """What transformers calls in place of its own decoding loop, with a copy of the model `own`. stopping_criteria:
+    transformers', of which only time limits apply. decoding: arguments of `longspec.generate`."""
     timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
     # The pad token, else the first EOS as in transformers, else 0.
     ids = next((i for i in (generation_config.pad_token_id, generation_config.eos_token_id) if i is not None), 0)

@@ -83,10 +83,8 @@ class BatchTimes:
 
 
 def cache_key(kernels: KernelKey, plans: Sequence[Plan], config: PreTrainedConfig, room: int) -> dict[str, Any]:
-    """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
-
-    kernels: those of the rounds, whatever the plan. config: the target's.
-    """
+    """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two. kernels:
+    those of the rounds, whatever the plan. config: the target's."""
     # The weights do not matter: a round of any draft of this architecture takes as long.
     # The same target under another path or another version of transformers has the same times.
     unrelated = ("_name_or_path", "transformers_version", "architectures")
@@ -105,10 +103,8 @@ def _digest(value: Any) -> str:
 
 
 def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[], RoundTimes]) -> RoundTimes:
-    """The times in the cache, or those that `measure` returns, which are then stored.
-
-    Ranks that share a target measure together and take rank 0's times, so that all choose the same plans.
-    """
+    """The times in the cache, or those that `measure` returns, which are then stored. Ranks that share a target measure
+    together and take rank 0's times, so that all choose the same plans."""
     path = user_cache("round_times") / f"{_digest(key)}.json"
     times = same_on_all_ranks(lambda: load_times(path, plans))
     if times is None:
@@ -161,10 +157,8 @@ def forget_times() -> None:
 
 @torch.no_grad()
 def measure_times(state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int) -> RoundTimes:
-    """Time the rounds of each plan at a short context and at `room` prefix slots per row.
-
-    state: the tensors that the rounds work on. Its cache is empty before and after.
-    """
+    """Time the rounds of each plan at a short context and at `room` prefix slots per row. state: the tensors that the
+    rounds work on. Its cache is empty before and after."""
     announce_first_use()
     lengths = state.cache.lengths
     all_rows = torch.ones_like(state.root, dtype=torch.bool)

@@ -42,7 +42,6 @@ class GlideDraft(DraftDecoder):
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Fill the window with the last W tokens of each prompt, and the head; see `RowState.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.keys.zero_()
         self.cache.values.zero_()
@@ -57,7 +56,6 @@ class GlideDraft(DraftDecoder):
         self.feed(tokens.gather(1, positions.clamp(min=0)), positions, positions >= 0)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Store accepted tokens in the window, where `valid`."""
         self.runner.feed_draft(tokens, positions, valid, self.cache)
 
     def row_states(self) -> list[Tensor]:

@@ -32,7 +32,6 @@ class TokenHistory(RowState):
         """LongTensor [B, capacity]: the token at each position; after the root, 0 or the prompts' padding."""
 
     def narrow(self, rows: slice) -> "TokenHistory":
-        """The texts of some consecutive rows, in the same tensor."""
         part = copy(self)
         part.tokens = self.tokens[rows]
         return part
@@ -111,7 +110,6 @@ class LookupBranches(RowState):
         )
 
     def narrow(self, rows: slice) -> "LookupBranches":
-        """The branches of some consecutive rows, on the same state."""
         part = copy(self)
         part.history = self.history.narrow(rows)
         part._state = LookupState(*(values[rows] for values in self._state))._replace(priors=self._state.priors)

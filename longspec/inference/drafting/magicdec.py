@@ -19,7 +19,6 @@ class SparseTarget(DraftDecoder):
     """
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None = None) -> Tensor:
-        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain."""
         read_slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
         positions = (cache.lengths.long() + step)[:, None]
 
@@ -34,9 +33,7 @@ class SparseTarget(DraftDecoder):
 
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
         """The slots to read, LongTensor [B, SINK + RECENT + nodes], and which of them are visible, bool of that shape.
-
-        The shape is static. If a row is short, recent slots that overlap the sink or precede slot 0 are masked.
-        """
+        The shape is static. If a row is short, recent slots that overlap the sink or precede slot 0 are masked."""
         device = lengths.device
         root = lengths[:, None]
         sink = torch.arange(SINK, device=device).expand(len(lengths), -1)

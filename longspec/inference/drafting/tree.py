@@ -49,10 +49,8 @@ class TreeDrafter(Drafter):
         lookup: LookupBranches | None = None,
     ) -> None:
         """draft: None makes a new one; it has room for the whole tree. nodes: nodes to be verified, the root included;
-        None verifies the whole tree and all branches. lookup: the branches; None for a tree without.
-
-        Several drafters may have one draft and one lookup. Each token is then fed to one of them.
-        """
+        None verifies the whole tree and all branches. lookup: the branches; None for a tree without. Several drafters
+        may have one draft and one lookup. Each token is then fed to one of them."""
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
@@ -177,11 +175,9 @@ class TreeDrafter(Drafter):
 
 
 def least_scores(nodes: int, lookup: LookupBranches) -> Tensor:
-    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree.
-
-    nodes: number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of
-    the branches.
-    """
+    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree. nodes:
+    number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of the
+    branches."""
     steps = torch.arange(lookup.depth, device=lookup.sizes.device)
     room = int(LARGEST_SHARE * (nodes - 1))
     share = lookup.sizes * min(1.0, room / lookup.nodes)

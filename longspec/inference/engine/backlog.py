@@ -35,10 +35,8 @@ class Backlog:
         self._stops[row, :most] = list(stop_ids)
 
     def add(self, rows: np.ndarray, tokens: np.ndarray, faults: np.ndarray, seconds: float) -> np.ndarray:
-        """Add a round of some rows. rows, tokens, faults: int64 [n]; seconds: each row's share of its time.
-
-        Returns the positions in `rows` of those that end with this token or have a fault. Their tokens are left out.
-        """
+        """Add a round of some rows. rows, tokens, faults: int64 [n]; seconds: each row's share of its time. Returns the
+        positions in `rows` of those that end with this token or have a fault. Their tokens are left out."""
         assert not self.is_full
         ends = (self.left[rows] <= 1) | (faults != 0) | (tokens[:, None] == self._stops[rows]).any(1)
         others = rows[~ends]

@@ -205,10 +205,8 @@ class Batch(BatchRows):
     @repeated
     def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
         """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
-
         chunks: int64, one per row. Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens`
-        reads.
-        """
+        reads."""
         ends = [start + len(chunk) for chunk in chunks]
         tokens = self.upload(chunks)
         self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
@@ -217,10 +215,8 @@ class Batch(BatchRows):
     @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
         """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, per token.
-
         chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
-        ValueError for logits that are NaN.
-        """
+        ValueError for logits that are NaN."""
         hidden = self.reader.read_all(row, self.upload([chunk]), start)
         self._last_hidden = hidden[:, -1:]
         lines: list[list[float]] = []

@@ -69,11 +69,9 @@ class BatchRows:
 
     @repeated
     def end(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay.
-
-        A round in flight may move a length on and store more, NaN among it. Later rounds need the slots after the
-        length for their nodes, and masked slots must be finite.
-        """
+        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay. A round in flight
+        may move a length on and store more, NaN among it. Later rounds need the slots after the length for their nodes,
+        and masked slots must be finite."""
         numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
         self.active.index_fill_(0, numbers, False)
         self.cache.lengths[numbers] = stored.int()

@@ -62,10 +62,8 @@ class Intake:
         """The next request, while another row reads a prefix of its prompt."""
 
     def read(self) -> Iterator[list[Outcome]]:
-        """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them.
-
-        Yields what each pass ends.
-        """
+        """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them. Yields
+        what each pass ends."""
         budget = self.chunk
         while budget > 0:
             self._admit()

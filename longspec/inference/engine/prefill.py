@@ -63,11 +63,9 @@ class PromptReader:
             self._passes[size] = capture_pass(chunk, self.tokens.device)
 
     def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
-        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ...
-
-        ends: the length of each row after the pass, which is at most start + T; tokens past it are padding. Returns the
-        hidden states [n, 1, hidden] at the last token of each row; the next call may overwrite them.
-        """
+        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ... ends: the length of
+        each row after the pass, which is at most start + T; tokens past it are padding. Returns the hidden states [n,
+        1, hidden] at the last token of each row; the next call may overwrite them."""
         count = tokens.shape[1]
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
@@ -124,11 +122,8 @@ class PromptReader:
 
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
-    """Groups of consecutive rows that passes from one position on read together.
-
-    unread: the number of each row with unread tokens, in ascending order, and how many these are. most_tokens: of a
-    pass.
-    """
+    """Groups of consecutive rows that passes from one position on read together. unread: the number of each row with
+    unread tokens, in ascending order, and how many these are. most_tokens: of a pass."""
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:

@@ -83,10 +83,8 @@ class RequestEngine:
 
     def prepare(self, usual: Sampling | None = None) -> None:
         """Before the first step: measure the plans of method "auto", and capture what the usual requests need, or what
-        all need if they start together. Otherwise each kind of round is captured when it is first played.
-
-        usual: settings of most requests, whose penalties the captured rounds have.
-        """
+        all need if they start together. Otherwise each kind of round is captured when it is first played. usual:
+        settings of most requests, whose penalties the captured rounds have."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
             if self.settings.together or self.settings.details:
                 self.batch.capture(usual)
@@ -111,10 +109,8 @@ class RequestEngine:
         return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
-        """Let the other ranks that share the target go on.
-
-        keeps: whether all requests have ended without a fault, so that a later engine can have the batch.
-        """
+        """Let the other ranks that share the target go on. keeps: whether all requests have ended without a fault, so
+        that a later engine can have the batch."""
         if not self._is_closed:
             self._is_closed = True
             if keeps:
@@ -126,9 +122,7 @@ class RequestEngine:
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
     """The batch of an engine with these settings. One that an earlier engine left is taken if the requests are known.
-
-    The batch has room for `longest` tokens per row, rounded up.
-    """
+    The batch has room for `longest` tokens per row, rounded up."""
     runner = make_runner(model, settings.attention, settings.compile)
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:

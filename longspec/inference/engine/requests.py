@@ -23,10 +23,8 @@ proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup. 
 
 
 def round_origins(from_lookup: Sequence[bool]) -> list[Origin]:
-    """The origins of a round's tokens: those of its accepted nodes, then that of the bonus token.
-
-    from_lookup: whether each accepted node comes from prompt lookup.
-    """
+    """The origins of a round's tokens: those of its accepted nodes, then that of the bonus token. from_lookup: whether
+    each accepted node comes from prompt lookup."""
     return [*("lookup" if is_match else "draft" for is_match in from_lookup), "target"]
 
 
@@ -202,7 +200,6 @@ class Counts:
     cached_prompt_tokens: int = 0
     """Part of `prompt_tokens` that was reused."""
     new_tokens: int = 0
-    """Emitted tokens."""
     prefill_s: float = 0.0
     """Time of the host in prefill, and of the device where the host waits for it."""
     rounds: int = 0

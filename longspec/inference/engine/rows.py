@@ -60,11 +60,9 @@ class Rows:
         return [row for row in self._rows if row.job is not None and row.job.root is not None]
 
     def take(self, prompt: np.ndarray) -> tuple[Row, Row, int]:
-        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length.
-
-        These are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one
-        that was unused for the longest time. At least one token of the prompt stays to be read. One row must be idle.
-        """
+        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length. These
+        are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one that was
+        unused for the longest time. At least one token of the prompt stays to be read. One row must be idle."""
         row = source = self.idle[0]
         length = 0
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
@@ -92,7 +90,6 @@ class Rows:
         self.idle.append(row)
 
     def swap(self, a: Row, b: Row) -> None:
-        """Exchange the numbers of two rows."""
         a.number, b.number = b.number, a.number
         self._rows[a.number], self._rows[b.number] = a, b
 

@@ -143,12 +143,9 @@ class Worker:
         return roster, Flight(result, mode.report, roster.traced), mode.plan
 
     def _choose_plan(self, controller: Controller, running: list[Row]) -> Plan:
-        """The plan of a round of method "auto".
-
-        The answer to a request with a seed must not depend on the other requests. Above temperature 0 the plan decides
-        which random numbers an answer takes, so one plan is played as long as such a request runs, unless all requests
-        start together.
-        """
+        """The plan of a round of method "auto". The answer to a request with a seed must not depend on the other
+        requests. Above temperature 0 the plan decides which random numbers an answer takes, so one plan is played as
+        long as such a request runs, unless all requests start together."""
         samplings = [row.ticket.request.sampling for row in running]
         is_seeded = any(sampling.seed is not None and not sampling.greedy for sampling in samplings)
         imposes = is_seeded and not self.intake.reads_all

@@ -172,11 +172,9 @@ class CountedResponses:
 def build_app(
     model: ServedModel, scheduler: Engine, limits: Limits, api_key: str | None = None, hosts: Sequence[str] = ("*",)
 ) -> FastAPI:
-    """The application. It neither starts nor closes the scheduler.
-
-    api_key: the bearer token that clients must send; None allows requests without one. hosts: accepted values of the
-    Host header. A list of the server's own names prevents DNS rebinding.
-    """
+    """The application. It neither starts nor closes the scheduler. api_key: the bearer token that clients must send;
+    None allows requests without one. hosts: accepted values of the Host header. A list of the server's own names
+    prevents DNS rebinding."""
     service = Service(model, scheduler, limits, Metrics(scheduler.snapshot), ThreadPoolExecutor(1, "encoder"))
 
     @asynccontextmanager

@@ -151,8 +151,13 @@ class Job:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _delta(self, index: int, event: Tokens | Finished) -> Delta:
-        choice = self.choices[index]
-        delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
+        choice, now = self.choices[index], time.perf_counter()
+        if isinstance(event, Finished):
+            delta = self._finish(index, event)
+        else:
+            self.latencies.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
+            choice.newest = now
+            delta = Delta(index, choice.text.add(event), event.tree)
         if choice.text.stopped and not choice.ended:
             self.engine.cancel(choice.ticket)
             choice.ended, delta.finish_reason = True, "stop"
@@ -163,13 +168,6 @@ class Job:
             ids, text = self.requests[index].prompt, self.echoed[index]
             delta.pieces = prompt_pieces(self.tokenizer, ids, text, choice.prompt_scores) + delta.pieces
         return delta
-
-    def _extend(self, index: int, event: Tokens) -> Delta:
-        choice = self.choices[index]
-        now = time.perf_counter()
-        self.latencies.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
-        choice.newest = now
-        return Delta(index, choice.text.add(event), event.tree)
 
     def _finish(self, index: int, event: Finished) -> Delta:
         if event.reason == "error":

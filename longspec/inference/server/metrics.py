@@ -32,10 +32,8 @@ class Latencies:
         Gauge(name, text, registry=registry).set_function(self.tokens_per_second)
 
     def note(self, now: float, started: float, newest: float | None, count: int) -> None:
-        """Note a round's `count` tokens of a request.
-
-        Times are of time.perf_counter(): the present, the request's submission, and its previous round, if any.
-        """
+        """Note a round's `count` tokens of a request. Times are of time.perf_counter(): the present, the request's
+        submission, and its previous round, if any."""
         if newest is None:
             self.first_token.observe(now - started)
         else:
