@@ -121,9 +121,9 @@ def check_drafting(drafting: Drafting, vocab_size: int) -> None:
     if method in ("tree", AUTO):
         _check_tree_shape(drafting.tree_shape, vocab_size)
     if drafting.tree_nodes is not None:
-        _check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
+        check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
     if method not in ("vanilla", "tree"):
-        _check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
+        check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
 
 
 def check_draft_window(drafting: Drafting, window: int) -> None:
@@ -151,8 +151,8 @@ def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int, **filters: float) -> None:
     """Raise UserError for sampling settings of a wrong type or outside their range. filters: see `check_filter`."""
-    _check_integer("max_new_tokens", max_new_tokens, 1)
-    _check_integer("top_k", top_k, 0)
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    check_integer("top_k", top_k, 0)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if not is_real(value):
             raise UserError(f"{name}: {value!r}; it must be a number")
@@ -191,9 +191,9 @@ def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
         if len(seed) != rows:
             raise UserError(f"seed: {len(seed)} seeds for {rows} rows; give one, or one per row")
         for own in seed:
-            _check_integer("seed", own, 0, LARGEST_SEED)
+            check_integer("seed", own, 0, LARGEST_SEED)
     elif seed is not None:
-        _check_integer("seed", seed, 0, LARGEST_SEED)
+        check_integer("seed", seed, 0, LARGEST_SEED)
 
 
 def check_streamer(streamer: Any, batch: int) -> None:
@@ -233,7 +233,7 @@ def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
     return int(value)
 
 
-def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise UserError unless `value` is an integer from `least` to `most`."""
     if not is_integer(value) or value < least or (most is not None and value > most):
         valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"

@@ -16,11 +16,8 @@ from longspec.models.parallel import model_parallel_rank_and_size, ranks_differ
 
 
 class Fault(IntEnum):
-    """The reason why a row's tokens are undefined.
-
-    DRAFT, TARGET: this model's logits are NaN or infinite and thus define no distribution. RANKS: the ranks that share
-    the target have different tokens.
-    """
+    """The reason why a row's tokens are undefined. DRAFT, TARGET: this model's logits are NaN or infinite and thus
+    define no distribution. RANKS: the ranks that share the target have different tokens."""
 
     DRAFT = 1
     TARGET = 2

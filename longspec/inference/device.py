@@ -1,20 +1,16 @@
 """The device and dtype of a model, and the facts about the machine that are stored with results."""
 
 import importlib.metadata
-import logging
 import platform
-from functools import cache
 
 import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.kernels.shared.device import OLDEST_GPU
 from longspec.models.target_files import checked_dtype
 from longspec.version import __version__
-
-logger = logging.getLogger(__name__)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -40,14 +36,9 @@ def choose_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: tor
         return torch.float32
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
     if own == torch.bfloat16 and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < OLDEST_GPU:
-        _log_no_bfloat16()
+        warn_once("dtype auto: float16 instead of the target's bfloat16, which this GPU does not compute in")
         return torch.float16
     return own
-
-
-@cache
-def _log_no_bfloat16() -> None:
-    logger.warning("dtype auto: float16 instead of the target's bfloat16, which this GPU does not compute in")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,9 +1,7 @@
 """`generate`: continues prompts; its arguments are named as in transformers' `generate`."""
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,21 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
+from longspec.inference import arguments
 from longspec.inference.answering import Listener, answer_all
-from longspec.inference.arguments import (
-    check_request,
-    check_seed,
-    check_stopping,
-    check_streamer,
-    checked_drafting,
-    chosen_attention,
-    end_tokens,
-    pad_token,
-    prompt_batch,
-    prompt_rows,
-)
-from longspec.inference.engine.request_engine import check_positive
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
 from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
@@ -36,8 +22,6 @@ from longspec.inference.streaming import Streamer, ends_streamer, new_token_sink
 from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -126,26 +110,27 @@ def generate(
         describes_tree = tree_shape is not None or tree_nodes is not None or lookup_branches
         method = "tree" if describes_tree else AUTO
         if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
-            _log_no_draft(model.config.name_or_path)
+            name = model.config.name_or_path
+            warn_once("%s: no trained draft, so tokens are proposed by prompt lookup alone", name)
     shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
     drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
-    drafting = checked_drafting(model, drafting, allow_untrained_draft)
+    drafting = arguments.checked_drafting(model, drafting, allow_untrained_draft)
     # Some tokenizers return token_type_ids.
     for name in options.keys() - {*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids"}:
         raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
     refuse_options(options, (*REFUSED, *STOPPING))
     report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
-    input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
-    rows = prompt_rows(input_ids, attention_mask)
-    check_streamer(streamer, len(rows))
-    check_stopping(stopping_criteria)
-    eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
-    pad_id = pad_token(model, pad_token_id)
+    input_ids, attention_mask = arguments.prompt_batch(input_ids, attention_mask)
+    rows = arguments.prompt_rows(input_ids, attention_mask)
+    arguments.check_streamer(streamer, len(rows))
+    arguments.check_stopping(stopping_criteria)
+    eos_ids = arguments.end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+    pad_id = arguments.pad_token(model, pad_token_id)
     samplings = [request_sampling(model, options, eos_ids, temperature, top_p, top_k, len(row)) for row in rows]
-    check_seed(seed, len(rows))
-    attention = chosen_attention(attention, deterministic)
+    arguments.check_seed(seed, len(rows))
+    attention = arguments.chosen_attention(attention, deterministic)
     if batch_size is not None:
-        check_positive(batch_size=batch_size)
+        arguments.check_integer("batch_size", batch_size, 1)
         if streamer is not None or stopping_criteria:
             raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
     seeds = row_seeds(seed, len(rows), greedy=temperature == 0)
@@ -154,7 +139,7 @@ def generate(
         for row, sampling, own in zip(rows, samplings, seeds, strict=True)
     ]
     for request in requests:
-        check_request(request, model.config, position_limit(model.config))
+        arguments.check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
     prompts = input_ids.to(device) if stopping_criteria else input_ids
@@ -199,8 +184,3 @@ def request_sampling(
     config = model.generation_config
     penalties = merged_settings(options, config, eos_ids, model.config.vocab_size, prompt_length)
     return Sampling(temperature, top_p, top_k, None, **filter_values(options, config), **penalties)
-
-
-@cache
-def _log_no_draft(target: str) -> None:
-    logger.warning("%s: no trained draft, so tokens are proposed by prompt lookup alone", target)

@@ -5,20 +5,16 @@ other decoding algorithms are refused by name if the caller sets them. If only t
 are ignored, and a warning names them.
 """
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
-from functools import cache
 from numbers import Real
 from textwrap import shorten
 from typing import Any
 
 from transformers import GenerationConfig
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.inference.request import FILTERS
 from longspec.inference.token_options import TOKEN_OPTIONS
-
-logger = logging.getLogger(__name__)
 
 FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
 """The filters of `request.FILTERS` that are options."""
@@ -90,15 +86,10 @@ def report_ignored(
     values = {name: getattr(config, name, None) for name in names}
     if ignored := {name: value for name, value in values.items() if not is_neutral(name, value)}:
         settings = ", ".join(f"{name} {shorten(str(value), 60)}" for name, value in ignored.items())
-        (report or _warn_once)(
+        (report or warn_once)(
             f"{target}: its generation config sets {settings}, which is ignored; answers follow the target's "
             "distribution without it"
         )
-
-
-@cache
-def _warn_once(line: str) -> None:
-    logger.warning(line)
 
 
 def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, Any]:

@@ -70,10 +70,8 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution of one request; the meaning of each field is that of `longspec.generate`.
-
-    Penalties, the n-gram size and rules also apply at temperature 0.
-    """
+    """The distribution of one request; the meaning of each field is that of `longspec.generate`. Penalties, the n-gram
+    size and rules also apply at temperature 0."""
 
     temperature: float = 0.0
     """0 is greedy."""

@@ -7,7 +7,7 @@ tokens whichever rows run next to it.
 from collections.abc import Sequence
 from copy import copy
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,14 +192,17 @@ class Sampler:
     def uniforms(self, like: Tensor) -> Tensor:
         """Independent uniform numbers in [0, 1), fp64, with the shape of `like`, [B, ...]."""
         # fp32 uniforms are multiples of 6e-8, too coarse for improbable tokens of a large vocabulary.
-        return self._noise(like, 0)
+        settings, stream = self.settings, self._stream(0, 0)
+        return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:])
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         """Independent exponential numbers of rate 1, fp64, with the shape of `like`, [B, ...]; `first` as in
         `Backend.row_noise`. Constant in greedy rows: these draw the most probable token, and grow the same tree in
         every run."""
         # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
-        return self._noise(like, MOST_DRAWS + step, self.settings.greedy, first)
+        settings, stream = self.settings, self._stream(1, step)
+        numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
+        return self.backend.row_noise(*numbers)
 
     def exponentials_by_part(self, like: Tensor, widths: Sequence[int]) -> list[Tensor]:
         """`exponentials` for like [B, N, V], split along N into contiguous parts of `widths`."""
@@ -211,10 +214,9 @@ class Sampler:
             first += part[0].numel()
         return parts
 
-    def _noise(self, like: Tensor, number: int, *options: Any) -> Tensor:
-        """number: that of the draw, from MOST_DRAWS on for exponential numbers."""
-        settings, stream = self.settings, 2 * self.purpose * MOST_DRAWS + number
-        return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:], *options)
+    def _stream(self, kind: int, step: int) -> int:
+        """kind: 0 for uniform numbers, 1 for exponential ones."""
+        return (2 * self.purpose + kind) * MOST_DRAWS + step
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:

@@ -19,11 +19,8 @@ _STREAMING: ContextVar[Any] = ContextVar("streamer", default=None)
 
 
 class Streamer(Protocol):
-    """transformers' streamer interface, with an optional third method.
-
-    If a streamer has `put_from(value: Tensor, origin: Origin) -> None`, it receives the new tokens through it, and only
-    the prompt through `put`.
-    """
+    """transformers' streamer interface, with an optional third method. If a streamer has `put_from(value: Tensor,
+    origin: Origin) -> None`, it receives the new tokens through it, and only the prompt through `put`."""
 
     def put(self, value: Tensor) -> None: ...
 

@@ -9,10 +9,8 @@ ROUNDS = 64
 
 
 class Backlog:
-    """The tokens of the newest rounds, one per row and round. Rows are known by `Row.index`.
-
-    A round takes the same few operations for any number of rows.
-    """
+    """The tokens of the newest rounds, one per row and round. Rows are known by `Row.index`. A round takes the same few
+    operations for any number of rows."""
 
     def __init__(self, rows: int) -> None:
         self.left = np.zeros(rows, dtype=np.int64)

@@ -96,11 +96,6 @@ class Intake:
             self.clients.finish(self.held, "cancelled")
             self.held = None
 
-    def drop(self, row: Row) -> None:
-        """Forget a row whose request has ended."""
-        if row in self.reading:
-            self.reading.remove(row)
-
     def forget(self, row: Row) -> None:
         """Drop what the cache holds of a row."""
         # Not to be offered as a prefix to a later request: NaN in it would spread.

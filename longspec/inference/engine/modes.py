@@ -51,10 +51,8 @@ def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler,
 
 
 class SelectiveDrafter(WrappedDrafter):
-    """Reduces the proposals of another drafter to the root in all other rows, which then emit one token per round.
-
-    A root without children accepts nothing, and its bonus token follows the target's whole distribution.
-    """
+    """Reduces the proposals of another drafter to the root in all other rows, which then emit one token per round. A
+    root without children accepts nothing, and its bonus token follows the target's whole distribution."""
 
     def __init__(self, drafter: Drafter, speculates: Tensor) -> None:
         """speculates: bool [B], changed in place from outside."""

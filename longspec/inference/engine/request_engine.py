@@ -183,10 +183,3 @@ def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) ->
             torch.cuda.empty_cache()
         budget, rows = fitting()
     return rows, memory.row_capacity(budget, fixed, rows, slots, row, slot)
-
-
-def check_positive(**values: int) -> None:
-    """Raise UserError for a number below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise UserError(f"{name}: {value}; it must be at least 1")

@@ -22,11 +22,8 @@ MOST_SIZE_CLASSES = 128
 
 
 class KernelKey(NamedTuple):
-    """Everything that the kernels of a batch's rounds depend on.
-
-    Whatever outlives a round by its kernels is found by this key: compiled kernels, engines with captured rounds, and
-    measured times.
-    """
+    """Everything that the kernels of a batch's rounds depend on. Whatever outlives a round by its kernels is found by
+    this key: compiled kernels, engines with captured rounds, and measured times."""
 
     runner: Hashable
     """`Runner.kind`."""

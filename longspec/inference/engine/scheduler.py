@@ -5,9 +5,9 @@ from threading import Condition, Thread
 from typing import Any
 
 from longspec.errors import first_line
-from longspec.inference.arguments import checked_drafting, chosen_attention
+from longspec.inference.arguments import check_integer, checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
-from longspec.inference.engine.request_engine import EngineSettings, RequestEngine, check_positive
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
@@ -17,11 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Answers requests from any thread.
-
-    All methods may be called from any thread but the engine's own, where `on_event` runs; `cancel` may be called there
-    too.
-    """
+    """Answers requests from any thread. All methods may be called from any thread but the engine's own, where
+    `on_event` runs; `cancel` may be called there too."""
 
     def __init__(
         self,
@@ -38,7 +35,8 @@ class Scheduler:
         requests that may wait. deterministic: as for `longspec.generate`. Raises UserError."""
         check_pair(model)
         checked = checked_drafting(model, Drafting(method, **drafting), allow_untrained_draft=False)
-        check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
+        for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("prefill_chunk", prefill_chunk)):
+            check_integer(name, value, 1)
         attention = chosen_attention("auto", deterministic)
         settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk, attention=attention)
         self.engine = RequestEngine(model, settings)

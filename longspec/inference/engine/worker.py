@@ -276,7 +276,8 @@ class Worker:
         self._flush(row)
         self._ended.append(row)
         self._roster = None
-        self.intake.drop(row)
+        if row in self.intake.reading:
+            self.intake.reading.remove(row)
         self.clients.finish(ticket, reason, message)
         self.rows.release(row)
         if self.controller is not None:

@@ -11,17 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
 from longspec.inference.engine.requests import MOST_ALTERNATIVES
+from longspec.inference.server import known_fields as known
 from longspec.inference.server.errors import encodable
-from longspec.inference.server.known_fields import (
-    MESSAGE_FIELDS,
-    MESSAGE_HINTS,
-    PART_HINTS,
-    REQUEST_FIELDS,
-    REQUEST_HINTS,
-    REQUEST_NAMES,
-    UNSET,
-    does_nothing,
-)
 from longspec.inference.token_options import BIAS_RANGE, MOST_NGRAM, PENALTY_RANGE, REPETITION_RANGE
 
 NOT_SUPPORTED = "not supported by this server; leave it out"
@@ -95,14 +86,16 @@ class Strict(BaseModel):
         kept = {}
         for name, value in values.items():
             name = encodable(str(name))  # pydantic takes no lone surrogates
-            if (field_name := cls.other_names.get(name)) is not None and values.get(field_name) in UNSET:
+            if (field_name := cls.other_names.get(name)) is not None and values.get(field_name) in known.UNSET:
                 name = field_name
             own = cls.model_fields.get(name)
             if own is not None and own.is_required():
                 kept[name] = value
-            elif value in UNSET:
+            elif value in known.UNSET:
                 continue
-            elif own is None and (not does_nothing(value, cls.neutral[name]) if name in cls.neutral else cls.is_closed):
+            elif own is None and (
+                not known.does_nothing(value, cls.neutral[name]) if name in cls.neutral else cls.is_closed
+            ):
                 # A client that takes the answer for one that obeys the field would be misled.
                 field = {"field": name[:NAME_CHARACTERS]}
                 raise PydanticCustomError("unsupported", NOT_SUPPORTED, field)
@@ -142,8 +135,8 @@ class Extension(Strict):
 class _Generation(Strict):
     """Sampling fields that are None have the server's defaults."""
 
-    hints: ClassVar = REQUEST_HINTS
-    other_names: ClassVar = REQUEST_NAMES
+    hints: ClassVar = known.REQUEST_HINTS
+    other_names: ClassVar = known.REQUEST_NAMES
 
     model: Text | None = None
     n: Count = 1
@@ -200,15 +193,15 @@ class _Generation(Strict):
 
 
 class TextPart(Strict):
-    hints: ClassVar = PART_HINTS
+    hints: ClassVar = known.PART_HINTS
 
     type: Literal["text"]
     text: Text
 
 
 class Message(Strict):
-    hints: ClassVar = MESSAGE_HINTS
-    neutral: ClassVar = MESSAGE_FIELDS
+    hints: ClassVar = known.MESSAGE_HINTS
+    neutral: ClassVar = known.MESSAGE_FIELDS
 
     role: Literal["system", "developer", "user", "assistant"]
     content: list[TextPart]
@@ -218,7 +211,7 @@ class Message(Strict):
     def _list_parts(cls, values: Any) -> Any:
         """Text is one part. An assistant's turn may lack its content, as one that only called tools does."""
         content = values.get("content") if isinstance(values, dict) else None
-        if isinstance(values, dict) and values.get("role") == "assistant" and content in UNSET:
+        if isinstance(values, dict) and values.get("role") == "assistant" and content in known.UNSET:
             return {**values, "content": []}
         return {**values, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else values
 
@@ -230,7 +223,7 @@ class Message(Strict):
 class ChatRequest(_Generation):
     """The body of /v1/chat/completions."""
 
-    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (False,)}
+    neutral: ClassVar = {**known.REQUEST_FIELDS, "add_special_tokens": (False,)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: TokenLimit | None = None
@@ -259,7 +252,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """The body of /v1/completions."""
 
-    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (True,)}
+    neutral: ClassVar = {**known.REQUEST_FIELDS, "add_special_tokens": (True,)}
 
     prompt: Prompts
     """Each is a str or a list[int]."""
