@@ -152,7 +152,7 @@ class TargetCache:
 class SlotWriter(Cache):
     """A target cache during one pass of transformers' modules, which store keys and values through `update`."""
 
-    def __init__(self, cache: "TargetCache", slots: Tensor) -> None:
+    def __init__(self, cache: TargetCache, slots: Tensor) -> None:
         """slots: LongTensor [B, N], where the pass stores its tokens."""
         super().__init__(layers=[])
         self.cache = cache

@@ -57,7 +57,7 @@ class PenaltyKind(NamedTuple):
         return all(own >= its for own, its in zip(self, other, strict=True))
 
 
-def joined_penalties(samplings: "Sequence[Sampling]") -> "PenaltyKind | None":
+def joined_penalties(samplings: "Sequence[Sampling]") -> PenaltyKind | None:
     """The smallest kind that covers the penalties of all these settings; None if none has any."""
     kinds = [sampling.penalties for sampling in samplings if sampling.penalties is not None]
     return PenaltyKind(*map(max, zip(*kinds, strict=True))) if kinds else None
@@ -91,7 +91,7 @@ class Sampling:
     """Those of biases, bad words, suppressed tokens and least lengths (see `token_options`)."""
 
     @cached_property
-    def penalties(self) -> "PenaltyKind | None":
+    def penalties(self) -> PenaltyKind | None:
         """None if the distribution of a token depends on the target's logits alone."""
         kind = PenaltyKind(
             self.repetition_penalty != 1,

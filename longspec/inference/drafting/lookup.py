@@ -60,7 +60,7 @@ class LookupDrafter(Drafter):
     the target's own draws. All operations have static shapes.
     """
 
-    def __init__(self, history: "TokenHistory", gamma: int) -> None:
+    def __init__(self, history: TokenHistory, gamma: int) -> None:
         self.history = history
         self.parts = (history,)
         self.depth = gamma
@@ -89,7 +89,7 @@ class LookupBranches(RowState):
     The branches depend on the tokens before the tree's root alone, and not on draws of the round.
     """
 
-    def __init__(self, runner: Runner, history: "TokenHistory", depth: int) -> None:
+    def __init__(self, runner: Runner, history: TokenHistory, depth: int) -> None:
         """history: fed and started by others. depth: largest number of tokens of a branch."""
         self.backend, device = runner.backend, runner.device
         self.history, batch = history, len(history.tokens)

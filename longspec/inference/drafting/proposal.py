@@ -97,7 +97,7 @@ class Drafter(RowState):
 class WrappedDrafter(Drafter):
     """A drafter with the state of another one."""
 
-    def __init__(self, drafter: "Drafter") -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.parts = (drafter,)
         self.depth = drafter.depth

@@ -121,7 +121,7 @@ class Flight:
         """`RoundResult.lines`. The host waits for the round here and nowhere else."""
         return self._lines.numpy()
 
-    def tree(self, number: int, played: "RowRound") -> Tree | None:
+    def tree(self, number: int, played: RowRound) -> Tree | None:
         """The tree of a row, which did `played`; None unless traces are read."""
         if self._trace is None:
             return None
