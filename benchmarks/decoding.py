@@ -16,6 +16,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.acceptance import Key, key, read_acceptance
@@ -42,13 +44,14 @@ from longspec.inference.engine_pool import Pooled
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.memory import slots_for
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
-from longspec.inference.process_group import equal_ranks
+from longspec.inference.process_group import check_launch, connect, disconnect
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner, model_backend
 from longspec.inference.sampling import GREEDY, sampling_kind
 from longspec.models.glide import GlideMixin
-from longspec.models.parallel import model_parallel_rank_and_size, split_draft
+from longspec.models.parallel import model_parallel_rank_and_size, share_target, split_draft
 from longspec.models.target_split import check_divisible
+from longspec.ranks.agreement import launched_ranks
 
 
 @dataclass
@@ -95,10 +98,24 @@ def main() -> None:
         raise UserError("benchmarks.decoding: needs a CUDA device; none is available")
     # Each capture collects garbage, for which the objects of the imported modules need not be searched.
     gc.freeze()
-    with equal_ranks(options.tp_size, "cuda"):
+    with equal_ranks(options.tp_size):
         if model_parallel_rank_and_size()[0] > 0:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         run(options, acceptance)
+
+
+@contextmanager
+def equal_ranks(tp_size: int) -> Iterator[None]:
+    """Context in which the `tp_size` ranks of this launch run the benchmark alike, on GPUs, and share the target. 1
+    changes nothing. Raises UserError for a launch that does not fit. No captured round may outlive the context."""
+    if tp_size == 1:
+        yield
+        return
+    connect(check_launch(tp_size, launched_ranks()[1], "cuda"))
+    share_target(dist.group.WORLD)
+    yield
+    share_target(None)
+    disconnect()
 
 
 def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:

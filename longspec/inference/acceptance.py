@@ -1,7 +1,5 @@
 """Lossless acceptance: which proposed tokens the target keeps, and the bonus token that follows them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,10 +24,8 @@ class Accepted:
 
 
 def accept(proposal: Proposal, logits: Tensor, sampler: Sampler, watch: Watch | None = None) -> Accepted:
-    """Keep the proposed tokens that leave the target's distribution unchanged.
-
-    logits [B, N, V]: the target's logits at every node. `proposal.sampled_from` may be overwritten.
-    """
+    """Keep the proposed tokens that leave the target's distribution unchanged. logits [B, N, V]: the target's logits at
+    every node. `proposal.sampled_from` may be overwritten."""
     if proposal.sampled_from is None:
         return follow(proposal, sampler.choose(logits, watch), sampler.backend)
     return reject(proposal, proposal.sampled_from, sampler.probabilities(logits, watch), sampler)
@@ -37,10 +33,8 @@ def accept(proposal: Proposal, logits: Tensor, sampler: Sampler, watch: Watch | 
 
 def follow(proposal: Proposal, choice: Tensor, backend: Backend | type[Backend]) -> Accepted:
     """Descend from the root while a child equals the target's choice at its parent; the last choice is the bonus token.
-
     choice: LongTensor [B, N], the argmax or a draw of the target's distribution at every node. Every emitted token is
-    the target's own choice, so the rule is exact for any tree that was built without knowing the draws.
-    """
+    the target's own choice, so the rule is exact for any tree that was built without knowing the draws."""
     return Accepted(*backend.follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
 
 

@@ -1,7 +1,5 @@
 """Answers to requests that are known from the start: those of `generate`, files of prompts, regenerated text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -113,8 +111,7 @@ class _Run:
         engine, device = self.engine, self.engine.batch.device
         self.build_s = time.perf_counter() - start
         try:
-            for number in self.own:
-                self.tickets[number] = self._add(number)
+            self.tickets = {number: self._add(number) for number in self.own}
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             if any(self.requests[number].max_new_tokens > 1 for number in self.own):
@@ -132,7 +129,11 @@ class _Run:
             engine.close()
             raise
         engine.close(keeps=not self.tickets)
-        stats = self._stats(seconds)
+        stats, prefill_s = pool([self.figures[number] for number in self.own]), engine.worker.counts.prefill_s
+        plans = {} if engine.worker.controller is None else engine.worker.controller.played
+        stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
+        stats.ttft_s, stats.decode_s = prefill_s, seconds - prefill_s
+        self._name_tree(stats)
         del self.engine  # the tickets know this object, and the engine its tickets
         return stats
 
@@ -192,12 +193,3 @@ class _Run:
         drafting = self.engine.settings.drafting
         stats.tree_shape = tuple(drafting.tree_shape)
         stats.tree_nodes = self.engine.batch.nodes if drafting.method == "tree" else 0
-
-    def _stats(self, seconds: float) -> GenerationStats:
-        """The figures of all requests. seconds: those of prefill and rounds."""
-        worker, stats = self.engine.worker, pool([self.figures[number] for number in self.own])
-        plans = {} if worker.controller is None else worker.controller.played
-        stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
-        stats.ttft_s, stats.decode_s = worker.counts.prefill_s, seconds - worker.counts.prefill_s
-        self._name_tree(stats)
-        return stats

@@ -1,13 +1,12 @@
 """Checks of requests, and of the arguments of `generate`, whose name each UserError starts with."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
@@ -15,16 +14,14 @@ from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
 from longspec.inference.options import check_filter
 from longspec.inference.request import FILTERS
-from longspec.inference.token_options import check_penalties, is_integer, is_real
+from longspec.inference.token_options import is_integer, is_real
 from longspec.kernels import DETERMINISTIC
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
-from longspec.models.target_files import position_limit
 
 MAX_NODES = 1024
 """Largest number of nodes per verification pass, the root included."""
 LARGEST_SEED = 2**64 - 1
-"""Largest seed."""
 LEAST_TEMPERATURE = 1e-30
 """Smallest temperature above 0. Logits up to 3e8 divided by it are finite in fp32."""
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
@@ -55,13 +52,10 @@ def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | 
     check_token_ids(input_ids)
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor):
-            raise UserError(
-                f"attention_mask: a {type(attention_mask).__name__}; give a tensor [batch, length] of 0 and 1"
-            )
-        if attention_mask.shape != input_ids.shape:
-            raise UserError(
-                f"attention_mask: shape {tuple(attention_mask.shape)} is not that of input_ids {tuple(input_ids.shape)}"
-            )
+            raise UserError(f"attention_mask: a {type(attention_mask).__name__}; give a tensor of 0 and 1")
+        shape, ids_shape = tuple(attention_mask.shape), tuple(input_ids.shape)
+        if shape != ids_shape:
+            raise UserError(f"attention_mask: shape {shape} is not that of input_ids {ids_shape}")
     return input_ids, attention_mask
 
 
@@ -70,8 +64,8 @@ def _padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
     if not rows or not all(isinstance(row, Sequence) and row and all(map(is_integer, row)) for row in rows):
         raise UserError("input_ids: a list; give one list of token ids per row, none empty")
     tensors = [torch.tensor(row) for row in rows]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(tensors, batch_first=True), pad([torch.ones_like(row) for row in tensors], batch_first=True)
+    masks = [torch.ones_like(row) for row in tensors]
+    return pad_sequence(tensors, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def check_token_ids(input_ids: Any) -> None:
@@ -99,29 +93,9 @@ def prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor
     return rows
 
 
-def check_rows(model: GlideMixin, rows: Sequence[Tensor], max_new_tokens: int) -> None:
-    """Raise UserError for token ids outside the vocabulary, and for prompts that leave too few positions."""
-    vocab_size = model.config.vocab_size
-    lowest_id = min(int(row.min()) for row in rows)
-    highest_id = max(int(row.max()) for row in rows)
-    for token in (lowest_id, highest_id):
-        if not 0 <= token < vocab_size:
-            raise UserError(f"input_ids: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
-
-    longest = max(len(row) for row in rows)
-    max_positions = position_limit(model.config)
-    if longest + max_new_tokens > max_positions:
-        raise UserError(
-            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens}: more than the target's {max_positions} "
-            "positions"
-        )
-
-
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
-    """Drafting settings that fit a model. Raises UserError for those that cannot work.
-
-    The levels of method "auto" have no more nodes than the vocabulary has tokens.
-    """
+    """Drafting settings that fit a model. Raises UserError for those that cannot work. The levels of method "auto" have
+    no more nodes than the vocabulary has tokens."""
     method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
     if method == AUTO and not isinstance(shape, str) and all(map(is_integer, shape)):
         drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
@@ -147,9 +121,9 @@ def check_drafting(drafting: Drafting, vocab_size: int) -> None:
     if method in ("tree", AUTO):
         _check_tree_shape(drafting.tree_shape, vocab_size)
     if drafting.tree_nodes is not None:
-        _check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
+        check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
     if method not in ("vanilla", "tree"):
-        _check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
+        check_integer("gamma", drafting.gamma, 1, MAX_NODES - 1)
 
 
 def check_draft_window(drafting: Drafting, window: int) -> None:
@@ -163,9 +137,7 @@ def check_draft_window(drafting: Drafting, window: int) -> None:
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
     """Raise UserError unless tree_shape is a list of level sizes within the limits."""
     if tree_shape == AUTO:
-        raise UserError(
-            f"tree_shape: {AUTO!r} is not a shape; use method {AUTO!r}, which chooses the tree in each round"
-        )
+        raise UserError(f"tree_shape: {AUTO!r} is not a shape; use method {AUTO!r}, which chooses trees")
     is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
     if not is_sequence or not all(is_integer(width) for width in tree_shape):
         raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16")
@@ -179,8 +151,8 @@ def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int, **filters: float) -> None:
     """Raise UserError for sampling settings of a wrong type or outside their range. filters: see `check_filter`."""
-    _check_integer("max_new_tokens", max_new_tokens, 1)
-    _check_integer("top_k", top_k, 0)
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    check_integer("top_k", top_k, 0)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         if not is_real(value):
             raise UserError(f"{name}: {value!r}; it must be a number")
@@ -194,20 +166,22 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
 
 
 def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
-    """Raise RequestTooLarge for a request of more than `limit` tokens, UserError if it is malformed."""
+    """Raise RequestTooLarge for a request of more than `limit` tokens, another UserError if it is malformed. Its rules
+    are those of `token_settings`, which checks them."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, **{name: getattr(sampling, name) for name in FILTERS})
-    check_penalties(sampling, config.vocab_size)
     check_seed(sampling.seed)
     if not request.prompt:
         raise UserError("prompt: empty; it needs at least one token")
     for token in (min(request.prompt), max(request.prompt)):
         if not 0 <= token < config.vocab_size:
-            raise UserError(f"prompt: token id {token}; the target has {config.vocab_size}")
+            raise UserError(
+                f"prompt: token id {token}, the target has {config.vocab_size}; use the target's own tokenizer"
+            )
     if request.longest > limit:
         raise RequestTooLarge(
             f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: "
-            f"{request.longest} tokens, more than the {limit} of a row"
+            f"{request.longest} tokens, more than the {limit} positions of a row"
         )
 
 
@@ -217,9 +191,9 @@ def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
         if len(seed) != rows:
             raise UserError(f"seed: {len(seed)} seeds for {rows} rows; give one, or one per row")
         for own in seed:
-            _check_integer("seed", own, 0, LARGEST_SEED)
+            check_integer("seed", own, 0, LARGEST_SEED)
     elif seed is not None:
-        _check_integer("seed", seed, 0, LARGEST_SEED)
+        check_integer("seed", seed, 0, LARGEST_SEED)
 
 
 def check_streamer(streamer: Any, batch: int) -> None:
@@ -235,9 +209,7 @@ def check_streamer(streamer: Any, batch: int) -> None:
 def check_stopping(criteria: Any) -> None:
     """Raise UserError unless `criteria` is None or a list of callables."""
     if criteria is not None and not (isinstance(criteria, Sequence) and all(map(callable, criteria))):
-        raise UserError(
-            f"stopping_criteria: a {type(criteria).__name__}; give a list of transformers' StoppingCriteria"
-        )
+        raise UserError(f"stopping_criteria: a {type(criteria).__name__}; give a list of StoppingCriteria")
 
 
 def end_tokens(eos_token_id: Any) -> set[int]:
@@ -261,7 +233,7 @@ def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
     return int(value)
 
 
-def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raise UserError unless `value` is an integer from `least` to `most`."""
     if not is_integer(value) or value < least or (most is not None and value > most):
         valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"

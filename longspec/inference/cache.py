@@ -1,7 +1,5 @@
 """The two caches of decoding: the target's keys and values for all layers, and the draft's window of constant size."""
 
-from __future__ import annotations
-
 from copy import copy
 from enum import IntEnum
 from typing import Any
@@ -18,11 +16,8 @@ from longspec.models.parallel import model_parallel_rank_and_size, ranks_differ
 
 
 class Fault(IntEnum):
-    """The reason why a row's tokens are undefined.
-
-    DRAFT, TARGET: this model's logits are NaN or infinite and thus define no distribution. RANKS: the ranks that share
-    the target have different tokens.
-    """
+    """The reason why a row's tokens are undefined. DRAFT, TARGET: this model's logits are NaN or infinite and thus
+    define no distribution. RANKS: the ranks that share the target have different tokens."""
 
     DRAFT = 1
     TARGET = 2
@@ -90,7 +85,7 @@ class TargetCache:
         whole = self._whole[0] if self._whole else self
         return len(whole.rows)
 
-    def narrow(self, rows: slice) -> TargetCache:
+    def narrow(self, rows: slice) -> "TargetCache":
         """The consecutive `rows` as a cache that shares the tensors of this one."""
         if rows == slice(0, len(self.lengths)):
             return self
@@ -105,20 +100,16 @@ class TargetCache:
         part._whole = (self, rows.start or 0)
         return part
 
-    def select(self, rows: Tensor) -> TargetCache:
+    def select(self, rows: Tensor) -> "TargetCache":
         """The cache for passes over n sequences, of which number b is in row rows[b]. rows: int [n], on the device.
-
-        Only the keys and values serve such a pass; a captured one can be replayed with other rows.
-        """
+        Only the keys and values serve such a pass; a captured one can be replayed with other rows."""
         part = copy(self)
         part.selected = rows
         return part
 
-    def reading(self, active: Tensor) -> TargetCache:
-        """The cache as a round reads it, on the same tensors: inactive rows have no prefix. active: bool [B].
-
-        Slots are still assigned after `lengths`, so an inactive row keeps its accepted tokens.
-        """
+    def reading(self, active: Tensor) -> "TargetCache":
+        """The cache as a round reads it, on the same tensors: inactive rows have no prefix. active: bool [B]. Slots are
+        still assigned after `lengths`, so an inactive row keeps its accepted tokens."""
         part = copy(self)
         part.prefix_lengths = self.lengths * active
         return part
@@ -132,10 +123,8 @@ class TargetCache:
         return Watch(self.faults, int(fault))
 
     def compare_ranks(self, tokens: Tensor, counts: Tensor) -> None:
-        """Set `Fault.RANKS` for all rows if the ranks that share the target disagree on the result of a round.
-
-        tokens: LongTensor [B, n]; counts: LongTensor [B], the number of valid tokens per row.
-        """
+        """Set `Fault.RANKS` for all rows if the ranks that share the target disagree on the result of a round. tokens:
+        LongTensor [B, n]; counts: LongTensor [B], the number of valid tokens per row."""
         if model_parallel_rank_and_size()[1] == 1:
             return
         is_valid = self.faults == 0
@@ -150,9 +139,7 @@ class TargetCache:
 
     def keep(self, path: Tensor, counts: Tensor, backend: Backend) -> None:
         """Accept the first counts[b] nodes of `path`: move their entries next to the accepted tokens, in all layers.
-
-        path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B].
-        """
+        path: LongTensor [B, J], increasing numbers of nodes of the tree in `next_slots`; counts: [B]."""
         if self._whole is not None:  # the kernel needs contiguous tensors, and accepts nothing in the other rows
             whole, first = self._whole
             others = (first, len(whole.lengths) - first - len(counts))
@@ -189,13 +176,7 @@ class DraftCache:
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        batch: int,
-        window: int,
-        nodes: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: PreTrainedConfig, batch: int, window: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """window: W, the draft's attention window; nodes: N."""
         shape = (batch, rank_kv_heads(config), window + nodes, head_dim(config))
@@ -206,8 +187,7 @@ class DraftCache:
         self.node_slots = torch.arange(window, window + nodes, device=device).expand(batch, -1)
         """LongTensor [B, N]: the slot of each node."""
 
-    def narrow(self, rows: slice) -> DraftCache:
-        """The consecutive `rows` as a cache that shares the tensors of this one."""
+    def narrow(self, rows: slice) -> "DraftCache":
         part = copy(self)
         part.keys = self.keys[rows]
         part.values = self.values[rows]
@@ -215,7 +195,7 @@ class DraftCache:
         part.node_slots = self.node_slots[rows]
         return part
 
-    def with_nodes(self, nodes: int) -> DraftCache:
+    def with_nodes(self, nodes: int) -> "DraftCache":
         """The window and the first `nodes` nodes as a cache that shares the tensors of this one."""
         part = copy(self)
         part.keys = self.keys[:, :, : self.window + nodes]
@@ -224,10 +204,8 @@ class DraftCache:
         return part
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, valid: Tensor) -> None:
-        """Store accepted tokens in the window, where `valid`.
-
-        keys, values: [B, K, T, D]; positions: LongTensor [B, T], at most W consecutive ones; valid: bool [B, T].
-        """
+        """Store accepted tokens in the window, where `valid`. keys, values: [B, K, T, D]; positions: LongTensor [B, T],
+        at most W consecutive ones; valid: bool [B, T]."""
         # Entries that are not valid are rewritten unchanged, because a round has static shapes.
         slots = positions % self.window
         for store, new in ((self.keys, keys), (self.values, values)):

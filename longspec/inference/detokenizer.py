@@ -1,7 +1,5 @@
 """Text from tokens that arrive one by one."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

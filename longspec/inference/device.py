@@ -1,22 +1,16 @@
 """The device and dtype of a model, and the facts about the machine that are stored with results."""
 
-from __future__ import annotations
-
 import importlib.metadata
-import logging
 import platform
-from functools import cache
 
 import psutil
 import torch
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.kernels.shared.device import OLDEST_GPU
 from longspec.models.target_files import checked_dtype
 from longspec.version import __version__
-
-logger = logging.getLogger(__name__)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -33,10 +27,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError.
-
-    "auto" on a GPU without bfloat16 is float16 for a target in bfloat16, and logs it.
-    """
+    """The dtype by name; "auto" is the target's own on CUDA and float32 on a CPU. Raises UserError. "auto" on a GPU
+    without bfloat16 is float16 for a target in bfloat16, and logs it."""
     checked = checked_dtype(dtype)
     if isinstance(checked, torch.dtype):
         return checked
@@ -44,14 +36,9 @@ def choose_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, device: tor
         return torch.float32
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
     if own == torch.bfloat16 and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] < OLDEST_GPU:
-        _log_no_bfloat16()
+        warn_once("dtype auto: float16 instead of the target's bfloat16, which this GPU does not compute in")
         return torch.float16
     return own
-
-
-@cache
-def _log_no_bfloat16() -> None:
-    logger.warning("dtype auto: float16 instead of the target's bfloat16, which this GPU does not compute in")
 
 
 def device_name(device: torch.device) -> str:

@@ -4,8 +4,6 @@ A call borrows a batch of its kind, or builds one. Idle batches own no weights, 
 built for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -32,7 +30,7 @@ STEPS_PER_OCTAVE = 8
 T = TypeVar("T")
 
 _lock = Lock()
-_idle: WeakKeyDictionary[GlideMixin, list[Batch]] = WeakKeyDictionary()
+_idle: "WeakKeyDictionary[GlideMixin, list[Batch]]" = WeakKeyDictionary()
 """The idle batches of each model, the one used last at the end."""
 
 
@@ -58,23 +56,19 @@ def batch_kind(kernels: KernelKey, runner: Runner) -> Hashable:
 
 
 def rounded_room(positions: int, max_positions: int) -> int:
-    """`positions` rounded up to one of few sizes, at most to `max_positions`.
-
-    Up to MOST_SIZE_CLASSES steps the size of the cache decides which kernels run, so a batch only serves calls of its
-    own size. Beyond that a batch serves all smaller calls.
-    """
+    """`positions` rounded up to one of few sizes, at most to `max_positions`. Up to MOST_SIZE_CLASSES steps the size of
+    the cache decides which kernels run, so a batch only serves calls of its own size. Beyond that a batch serves all
+    smaller calls."""
     step = CAPACITY_STEP
     if positions <= CAPACITY_STEP * MOST_SIZE_CLASSES:
         step = max(step, (1 << (positions - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
     return max(positions, min(-(-positions // step) * step, max_positions))
 
 
-def borrow(kind: Hashable, room: int, runner: Runner) -> Batch | None:
-    """An idle batch of this kind with room for `room` positions per row; None if there is none.
-
-    `give_back` makes it idle again. Another thread gets another batch. An idle batch without enough room is freed.
-    runner: a runner of this call, whose weights an idle batch takes over.
-    """
+def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
+    """An idle batch of this kind with room for `room` positions per row; None if there is none. `give_back` makes it
+    idle again. Another thread gets another batch. An idle batch without enough room is freed. runner: a runner of this
+    call, whose weights an idle batch takes over."""
     with _lock:
         batches = _idle.get(runner.model, [])
         for number in reversed(range(len(batches))):
@@ -89,11 +83,9 @@ def borrow(kind: Hashable, room: int, runner: Runner) -> Batch | None:
     return batch
 
 
-def give_back(batch: Batch) -> None:
-    """Make a batch idle, whose requests have all ended and whose caches are finite.
-
-    Idle batches that were unused for the longest time are freed if there are too many or too large ones.
-    """
+def give_back(batch: "Batch") -> None:
+    """Make a batch idle, whose requests have all ended and whose caches are finite. Idle batches that were unused for
+    the longest time are freed if there are too many or too large ones."""
     model, device = batch.runner.model, batch.device
     batch.runner.drop_weights()
     with _lock:
@@ -107,10 +99,8 @@ def give_back(batch: Batch) -> None:
 
 
 def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
-    """`call()`; if memory runs out, the idle batches of the model are freed for a second attempt.
-
-    There is none if several ranks share the target, because the others do not repeat the call.
-    """
+    """`call()`; if memory runs out, the idle batches of the model are freed for a second attempt. There is none if
+    several ranks share the target, because the others do not repeat the call."""
     try:
         return call()
     except torch.OutOfMemoryError:
@@ -138,5 +128,5 @@ def release_all() -> None:
         release(model)
 
 
-def _bytes(batch: Batch) -> int:
+def _bytes(batch: "Batch") -> int:
     return 0 if batch.pooled is None else batch.pooled.bytes

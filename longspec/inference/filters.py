@@ -4,8 +4,6 @@ Logits are fp32 or wider [B, ..., V], or with fewer columns; values are [B, ...,
 first. NaN and infinity stay in place, and at least one token stays. Each filter sees the result of those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -13,10 +11,8 @@ from torch import Tensor
 
 
 def keep_likely(logits: Tensor, values: Mapping[str, Tensor], largest_k: int) -> Tensor:
-    """Logits after the filters in `values`, by their names in the order of `request.FILTERS`.
-
-    largest_k: see `SamplingKind.largest_k`.
-    """
+    """Logits after the filters in `values`, by their names in the order of `request.FILTERS`. largest_k: see
+    `SamplingKind.largest_k`."""
     if "top_p" in values:
         no_top_k = torch.full_like(values["top_p"], logits.shape[-1], dtype=torch.long)
         logits = truncate(logits, values.get("top_k", no_top_k), values["top_p"])

@@ -3,17 +3,14 @@
 `make_runner` chooses between them and transformers' own modules.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner, model_backend
 from longspec.kernels import DETERMINISTIC
@@ -124,15 +121,13 @@ class FusedRunner(Runner):
         self.draft_layer.store_keys_values(stream, store)
 
 
-logger = logging.getLogger(__name__)
+NOT_CAPTURED = "no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel"
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
-    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one.
-
-    A plain runner on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic
-    decoding without a fused runner.
-    """
+    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one. A plain runner
+    on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic decoding without a
+    fused runner."""
     backend = model_backend(model, attention)
     device = model.lm_head.weight.device
     if attention == DETERMINISTIC:
@@ -145,15 +140,10 @@ def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
     if device.type == "cuda" and not (backend.capturable and backend.attention.capturable):
         # On such a GPU the choice of the backend has logged the reason already.
         if plain_gpu(device) is None:
-            _log_plain(f"{backend.attention.name} attention")
+            warn_once(NOT_CAPTURED, f"{backend.attention.name} attention")
         return Runner(model, backend)
     if not can_fuse(model):
         if device.type == "cuda":
-            _log_plain(f"{type(model).__name__} with these layers")
+            warn_once(NOT_CAPTURED, f"{type(model).__name__} with these layers")
         return Runner(model, backend)
     return FusedRunner(model, backend)
-
-
-@cache
-def _log_plain(reason: str) -> None:
-    logger.warning("no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel", reason)

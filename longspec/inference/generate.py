@@ -1,11 +1,7 @@
 """`generate`: continues prompts; its arguments are named as in transformers' `generate`."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,22 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
+from longspec.inference import arguments
 from longspec.inference.answering import Listener, answer_all
-from longspec.inference.arguments import (
-    check_rows,
-    check_sampling,
-    check_seed,
-    check_stopping,
-    check_streamer,
-    checked_drafting,
-    chosen_attention,
-    end_tokens,
-    pad_token,
-    prompt_batch,
-    prompt_rows,
-)
-from longspec.inference.engine.request_engine import check_positive
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
 from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
@@ -38,8 +21,7 @@ from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import Streamer, ends_streamer, new_token_sink
 from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
-
-logger = logging.getLogger(__name__)
+from longspec.models.target_files import position_limit
 
 
 @dataclass
@@ -128,52 +110,62 @@ def generate(
         describes_tree = tree_shape is not None or tree_nodes is not None or lookup_branches
         method = "tree" if describes_tree else AUTO
         if method == AUTO and not (model.draft_is_trained or allow_untrained_draft):
-            _log_no_draft(model.config.name_or_path)
+            name = model.config.name_or_path
+            warn_once("%s: no trained draft, so tokens are proposed by prompt lookup alone", name)
     shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
     drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
-    drafting = checked_drafting(model, drafting, allow_untrained_draft)
-    _check_options(options)
+    drafting = arguments.checked_drafting(model, drafting, allow_untrained_draft)
+    # Some tokenizers return token_type_ids.
+    for name in options.keys() - {*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids"}:
+        raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
     refuse_options(options, (*REFUSED, *STOPPING))
     report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
-    input_ids, attention_mask = prompt_batch(input_ids, attention_mask)
-    rows = prompt_rows(input_ids, attention_mask)
-    check_sampling(max_new_tokens, temperature, top_p, top_k)
-    check_rows(model, rows, max_new_tokens)
-    check_streamer(streamer, len(rows))
-    check_stopping(stopping_criteria)
-    eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
-    pad_id = pad_token(model, pad_token_id)
-    check_seed(seed, len(rows))
-    attention = chosen_attention(attention, deterministic)
+    input_ids, attention_mask = arguments.prompt_batch(input_ids, attention_mask)
+    rows = arguments.prompt_rows(input_ids, attention_mask)
+    arguments.check_streamer(streamer, len(rows))
+    arguments.check_stopping(stopping_criteria)
+    eos_ids = arguments.end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+    pad_id = arguments.pad_token(model, pad_token_id)
+    arguments.check_seed(seed, len(rows))
+    attention = arguments.chosen_attention(attention, deterministic)
     if batch_size is not None:
-        check_positive(batch_size=batch_size)
+        arguments.check_integer("batch_size", batch_size, 1)
         if streamer is not None or stopping_criteria:
             raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
     seeds = row_seeds(seed, len(rows), greedy=temperature == 0)
-    prompts, sampling = [row.tolist() for row in rows], (temperature, top_p, top_k)
-    requests = make_requests(model, prompts, seeds, options, eos_ids, max_new_tokens, *sampling)
+    ids, sampling = [row.tolist() for row in rows], (temperature, top_p, top_k)
+    requests = make_requests(model, ids, seeds, options, eos_ids, max_new_tokens, *sampling)
+    for request in requests:
+        arguments.check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
-    is_last = _stops(stopping_criteria, input_ids.to(device), answers) if stopping_criteria else None
+    prompts = input_ids.to(device) if stopping_criteria else input_ids
     stream = new_token_sink(streamer)
     if streamer is not None:
         streamer.put(input_ids.cpu())
+    reads_each = stream is not None or bool(stopping_criteria)
 
     def take(number: int, event: Tokens) -> int | None:
-        if stream is None and is_last is None:
+        if not reads_each:
             answers[number] += event.ids
             return None
         for count, (token, origin) in enumerate(zip(event.ids, event.origins, strict=True), 1):
             answers[number].append(token)
             if stream is not None:
                 stream(token, origin)
-            if is_last is not None and is_last(number):
-                return count
+            if stopping_criteria:
+                # They see the padded prompt, as in transformers' own `generate`.
+                ids = torch.cat([prompts[number], prompts.new_tensor(answers[number])])[None]
+                if any(bool(torch.as_tensor(ends(ids, None)).all()) for ends in stopping_criteria):  # type: ignore[arg-type]
+                    return count
         return None
 
-    listener = Listener(take, in_blocks=stream is None and is_last is None)
+    listener = Listener(take, in_blocks=not reads_each)
     stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
-    return _output(rows, answers, pad_id, device, stats)
+    # Rows end at different lengths.
+    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
+    sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
+    return GenerationOutput(pad_sequence(sequences, batch_first=True, padding_value=pad_id), new_tokens, stats)
 
 
 def make_requests(
@@ -195,39 +187,3 @@ def make_requests(
         sampling = Sampling(temperature, top_p, top_k, seed, **filters, **penalties)
         requests.append(Request(prompt, max_new_tokens, sampling, stops))
     return requests
-
-
-def _output(
-    rows: Sequence[Tensor], answers: Sequence[list[int]], pad_id: int, device: torch.device, stats: GenerationStats
-) -> GenerationOutput:
-    """Rows end at different lengths; each output is its prompt without padding and its new tokens."""
-    new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
-    sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]
-    return GenerationOutput(pad_sequence(sequences, batch_first=True, padding_value=pad_id), new_tokens, stats)
-
-
-@cache
-def _log_no_draft(target: str) -> None:
-    logger.warning("%s: no trained draft, so tokens are proposed by prompt lookup alone", target)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise UserError for a keyword argument that `generate` does not know."""
-    known = (*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids")  # some tokenizers return token_type_ids
-    for name in options:
-        if name not in known:
-            raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
-
-
-def _stops(
-    criteria: Sequence[StoppingCriteria], input_ids: Tensor, answers: Sequence[Sequence[int]]
-) -> Callable[[int], bool]:
-    """Whether a criterion ends a row at its newest token. It sees a single row: its prompt as passed in, and `answers`
-    of the row."""
-
-    def stops(row: int) -> bool:
-        # transformers' criteria see the padded prompt, as in its own `generate`.
-        ids = torch.cat([input_ids[row], input_ids.new_tensor(answers[row])])[None]
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in criteria)  # type: ignore[arg-type]
-
-    return stops

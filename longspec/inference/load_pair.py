@@ -1,7 +1,5 @@
 """`load_pair`: a target with its draft and its tokenizer, by name or by path."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +47,8 @@ def load_pair(
 
 
 def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pair, PreTrainedConfig, Any]:
-    """The pair with the tokens that end its answers, the target's configuration and its tokenizer.
-
-    Raises UserError for what would fail once the weights are read.
-    """
+    """The pair with the tokens that end its answers, the target's configuration and its tokenizer. Raises UserError for
+    what would fail once the weights are read."""
     config = read_config(pair.target)
     family_class(config, pair.target)
     ranks = model_parallel_rank_and_size()[1]
@@ -69,11 +65,9 @@ def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pa
 
 
 def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch.device) -> GlideMixin:
-    """A pair in evaluation mode on its device, or this rank's part of it if ranks share the target.
-
-    target, draft: folders or hub ids; None is the draft that was saved with the target, else a fresh one, the same on
-    all ranks. Rank 0's call makes the others load their parts. Raises UserError.
-    """
+    """A pair in evaluation mode on its device, or this rank's part of it if ranks share the target. target, draft:
+    folders or hub ids; None is the draft that was saved with the target, else a fresh one, the same on all ranks. Rank
+    0's call makes the others load their parts. Raises UserError."""
     repeat_load(load_model, dict(locals()))
 
     def load() -> GlideMixin:

@@ -1,7 +1,5 @@
 """The memory that a batch needs, and what fits into a budget: rows, and cache slots per row."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -31,11 +29,9 @@ def check_memory(
     nodes: int,
     listed: int | None,
 ) -> None:
-    """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory.
-
-    rows: size of the largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass.
-    listed: length of the draft's vocabulary list; None without one.
-    """
+    """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory. rows: size of the
+    largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass. listed: length of the
+    draft's vocabulary list; None without one."""
     # A lower bound: activations and the draft's layer come on top.
     weights = weight_bytes(config, dtype)
     head = head_bytes(config, dtype, listed, rows)
@@ -61,38 +57,18 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: 
     return slots_for(tokens, -1, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * LOGIT_BYTES
 
 
-def row_capacity(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    rows: int,
-    nodes: int,
-    memory: int,
-    fixed: int,
-    longest: int,
-    draft: tuple[int, int],
-) -> int:
-    """Cache slots per row: enough for requests of `longest` tokens, or fewer if `rows` rows would exceed `memory`.
-
-    nodes: read per round and row; memory: bytes; fixed: bytes of it that do not depend on the capacity; draft: see
-    `DraftDecoder.state_bytes`. Raises UserError if the memory does not even suffice for one step of the cache's size.
+def row_capacity(memory: int, fixed: int, rows: int, most: int, row: int, slot: int) -> int:
+    """Cache slots per row: `most`, or fewer if the rows would exceed the memory. Raises UserError below one step of
+    the cache's size. In bytes: memory; fixed, of it, whatever the rows; row and slot, what each of them takes.
     """
-    slots = (memory - fixed) // rows - nodes * config.vocab_size * ROUND_BYTES - draft[0]
-    slots //= slot_bytes(config, dtype) + draft[1]
+    slots = ((memory - fixed) // rows - row) // slot
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
         raise UserError(
             f"memory: {memory / 2**30:.3g} GiB hold less than {CAPACITY_STEP} tokens in each of {rows} rows; "
             "use fewer rows, a smaller tree, shorter prefill chunks, or more memory"
         )
-    return min(slots, slots_for(longest, nodes - 1, nodes))
-
-
-def fitting_rows(
-    config: PreTrainedConfig, dtype: torch.dtype, longest: int, nodes: int, memory: int, draft: tuple[int, int]
-) -> int:
-    """Rows, at least 1, for requests of `longest` tokens within `memory` bytes; nodes, draft as in `row_capacity`."""
-    row = slots_for(longest, nodes - 1, nodes) * (slot_bytes(config, dtype) + draft[1])
-    return max(1, memory // (row + draft[0] + nodes * config.vocab_size * ROUND_BYTES))
+    return min(slots, most)
 
 
 def slots_for(room: int, depth: int, nodes: int) -> int:
@@ -102,10 +78,8 @@ def slots_for(room: int, depth: int, nodes: int) -> int:
 
 
 def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> int:
-    """Estimate of the activations of prefill passes over at most `tokens` tokens of a row.
-
-    Attention and MLP of a layer count as if they ran at the same time; the difference covers workspaces of kernels.
-    """
+    """Estimate of the activations of prefill passes over at most `tokens` tokens of a row. Attention and MLP of a layer
+    count as if they ran at the same time; the difference covers workspaces of kernels."""
     tokens = min(tokens, position_limit(config))
     stream = 2 * config.hidden_size  # hidden states before and after a norm
     # Queries, keys and values of the merged projection; rotated queries; output.

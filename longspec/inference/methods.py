@@ -1,7 +1,5 @@
 """The decoding methods: one engine with a drafter per method. Importing this module loads no other library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,7 +23,6 @@ AUTO = "auto"
 DEFAULT_SHAPE = (4, 16, 16, 16, 16)
 """The paper's tree: number of nodes in each level below the root."""
 DEFAULT_GAMMA = 4
-"""Tokens of a chain."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,9 @@ _own: dict[str, MakeDrafter] = {}
 
 
 def register_method(name: str, make: MakeDrafter) -> None:
-    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process.
-
-    make: called with the model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output
-    is that of the target whatever the drafter proposes. Raises UserError for a name that exists.
-    """
+    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process. make: called with the
+    model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output is that of the target
+    whatever the drafter proposes. Raises UserError for a name that exists."""
     if name in (*method_names(), AUTO):
         raise UserError(f"register_method: there is a method {name!r}; choose another name")
     _own[name] = make
@@ -63,7 +58,7 @@ def method_names() -> tuple[str, ...]:
     return (*METHODS, *_own)
 
 
-def make_drafter(drafting: Drafting, runner: Runner, batch: int, sampler: Sampler) -> Drafter:
+def make_drafter(drafting: Drafting, runner: "Runner", batch: int, sampler: "Sampler") -> "Drafter":
     """The drafter of one of `method_names()` for `batch` rows. sampler: the draft's."""
     if drafting.method in _own:
         return _own[drafting.method](runner, batch, drafting.gamma)
@@ -95,7 +90,7 @@ def uses_draft(drafting: Drafting) -> bool:
     return drafting.method in GLIDE_METHODS or (drafting.method == AUTO and drafting.has_draft)
 
 
-def list_length(model: GlideMixin, drafting: Drafting) -> int | None:
+def list_length(model: "GlideMixin", drafting: Drafting) -> int | None:
     """Length of the vocabulary list of the draft that the method uses; None without one."""
     vocabulary = model.draft_model.vocabulary
     return len(vocabulary) if uses_draft(drafting) and vocabulary is not None else None

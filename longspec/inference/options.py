@@ -5,22 +5,16 @@ other decoding algorithms are refused by name if the caller sets them. If only t
 are ignored, and a warning names them.
 """
 
-from __future__ import annotations
-
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
-from functools import cache
 from numbers import Real
 from textwrap import shorten
 from typing import Any
 
 from transformers import GenerationConfig
 
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.inference.request import FILTERS
 from longspec.inference.token_options import TOKEN_OPTIONS
-
-logger = logging.getLogger(__name__)
 
 FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
 """The filters of `request.FILTERS` that are options."""
@@ -45,27 +39,18 @@ _SILENT = {
     *("use_mtp", "speculation_type", "is_assistant", "assistant_early_exit", "assistant_ensemble_weight"),
 }
 """Options in a target's generation config that are ignored without a warning."""
-# Options that decoding applies, and those that change no token.
-_APPLIED = {
-    *FILE_OPTIONS,
-    *STOPPING,
-    *("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
+_ACCEPTED = {
+    # Options that decoding applies.
+    *(*FILE_OPTIONS, *STOPPING, "do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens"),
     *("num_return_sequences", "return_dict_in_generate", "bos_token_id", "eos_token_id", "pad_token_id"),
-}
-_WITHOUT_EFFECT = {
-    # Settings of beam search and of assistants; these modes themselves are refused.
+    # Options that change no token. Settings of beam search and of assistants; these modes themselves are refused.
     *("early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule"),
     *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
     # How transformers' own decoding loop runs, and a setting of encoder-decoder models.
     *("use_cache", "max_cache_len", "compile_config", "disable_compile", "low_memory", "prefill_chunk_size"),
-    *("continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "transformers_version"),
-    *CACHES,
+    *("continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "transformers_version", *CACHES),
 }
-REFUSED = tuple(
-    name
-    for name in vars(GenerationConfig())
-    if not name.startswith("_") and name not in _APPLIED and name not in _WITHOUT_EFFECT
-)
+REFUSED = tuple(name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in _ACCEPTED)
 """Options that a caller must leave at a neutral value. They include all that later versions of transformers add."""
 WITHOUT_FILE: dict[str, Any] = dict.fromkeys((*REFUSED, *STOPPING, *FILE_OPTIONS))
 """Arguments of `generate` with which the target's generation config does not apply, for measurements."""
@@ -83,9 +68,8 @@ def refuse_options(arguments: Mapping[str, Any], names: Sequence[str] = REFUSED)
     for name in names:
         value = arguments.get(name)
         if not is_neutral(name, value):
-            reason = (
-                "applies to model.generate only" if name in STOPPING else "is not supported with speculative decoding"
-            )
+            reason = "is not supported with speculative decoding"
+            reason = "applies to model.generate only" if name in STOPPING else reason
             raise UserError(f"{name}: {value!r} {reason}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
@@ -95,31 +79,22 @@ def report_ignored(
     applied: Collection[str] = FILE_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
-    """Say in one line which options of a target's generation config change its answers, but are ignored.
-
-    applied: options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it
-    as a warning, once per process.
-    """
-    names = [name for name in (*REFUSED, *STOPPING, *FILE_OPTIONS) if name not in _SILENT and name not in applied]
+    """Say in one line which options of a target's generation config change its answers, but are ignored. applied:
+    options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it as a
+    warning, once per process."""
+    names = (name for name in WITHOUT_FILE if name not in _SILENT and name not in applied)
     values = {name: getattr(config, name, None) for name in names}
     if ignored := {name: value for name, value in values.items() if not is_neutral(name, value)}:
         settings = ", ".join(f"{name} {shorten(str(value), 60)}" for name, value in ignored.items())
-        (report or _warn_once)(
+        (report or warn_once)(
             f"{target}: its generation config sets {settings}, which is ignored; answers follow the target's "
             "distribution without it"
         )
 
 
-@cache
-def _warn_once(line: str) -> None:
-    logger.warning(line)
-
-
 def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, Any]:
-    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range.
-
-    arguments: override the model's generation config.
-    """
+    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range. arguments: override the model's
+    generation config."""
     values = {}
     for name in FILTER_OPTIONS:
         value = arguments[name] if name in arguments else getattr(config, name, None)

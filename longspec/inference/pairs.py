@@ -1,7 +1,5 @@
 """The pairs that have a name. This module loads neither torch nor transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from longspec.data.target_format import PUBLISHED_TARGETS

@@ -59,23 +59,22 @@ class RowTerms(NamedTuple):
             counts.scatter_add_(1, history, in_answer.float())
         return cls(rows.factors, seen, counts)
 
-    def with_bias(self, rows: PenaltyRows, kind: PenaltyKind, positions: Tensor, vocab: int) -> RowTerms:
-        """With the biases of the draft."""
-        if not kind.rules:
-            return self
-        number = slice(kind.rules)
-        applies = (positions - rows.prompt_lengths + 1)[:, None] < rows.rule_ends[:, number]
-        applies &= (rows.rule_contexts[:, number] == ANY_TOKEN).all(2)
-        biases = rows.rule_biases[:, number].where(applies, 0).clamp(min=DRAFT_LEAST)
-        bias = biases.new_zeros(len(positions), vocab).scatter_add_(1, rows.rule_tokens[:, number], biases)
-        return self._replace(bias=bias)
-
-    def of_columns(self, ids: Tensor | None) -> RowTerms:
-        """For the tokens `ids`, LongTensor [B, C]; None for all."""
+    @classmethod
+    def of_draft(
+        cls, rows: PenaltyRows, kind: PenaltyKind, positions: Tensor, vocab: int, ids: Tensor | None
+    ) -> RowTerms:
+        """With biases. ids: LongTensor [B, C], the token of each column; None if columns are tokens."""
+        terms = cls.read(rows, kind, positions, vocab)
+        if kind.rules:
+            number = slice(kind.rules)
+            applies = (positions - rows.prompt_lengths + 1)[:, None] < rows.rule_ends[:, number]
+            applies &= (rows.rule_contexts[:, number] == ANY_TOKEN).all(2)
+            biases = rows.rule_biases[:, number].where(applies, 0).clamp(min=DRAFT_LEAST)
+            bias = biases.new_zeros(len(positions), vocab).scatter_add_(1, rows.rule_tokens[:, number], biases)
+            terms = terms._replace(bias=bias)
         if ids is None:
-            return self
-        terms = (None if values is None else values.gather(1, ids) for values in self[1:])
-        return RowTerms(self.factors, *terms)
+            return terms
+        return cls(terms.factors, *(None if values is None else values.gather(1, ids) for values in terms[1:]))
 
     def applied(self, logits: Tensor) -> Tensor:
         """Logits [B, ..., C] in fp32 or wider, changed."""
@@ -181,13 +180,7 @@ def _penalize_tokens(x: Tensor, rows: PenaltyRows, kind: PenaltyKind, positions:
 
 
 def _ban_ngrams(
-    x: Tensor,
-    rows: PenaltyRows,
-    kind: PenaltyKind,
-    positions: Tensor,
-    nodes: Nodes,
-    text: Tensor,
-    context: Tensor,
+    x: Tensor, rows: PenaltyRows, kind: PenaltyKind, positions: Tensor, nodes: Nodes, text: Tensor, context: Tensor
 ) -> None:
     """Ban the tokens that followed an earlier occurrence of a node's newest n - 1 tokens."""
     sizes, depth = rows.ngram_sizes[:, None, None], nodes.paths.shape[2]

@@ -6,8 +6,6 @@ for the others. All ranks compute every round; its tokens are compared within th
 `TargetCache.compare_ranks`).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -75,13 +73,13 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
         return
     rank, world_size = launched_ranks()
     try:
-        own_device = _check_launch(tp_size, world_size, device)
+        own_device = check_launch(tp_size, world_size, device)
     except UserError:
         if rank > 0:
             raise SystemExit(2) from None  # rank 0 reports it
         raise
     with watched(stop) as watch:
-        _connect(own_device)
+        connect(own_device)
         watch.connect()
         share_target(dist.group.WORLD)
         try:
@@ -102,7 +100,7 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
             share_target(None)
             if rank > 0:
                 stop.at_once = False  # rank 0 reports the stop
-    _disconnect()
+    disconnect()
     if rank > 0:
         raise SystemExit(0)
 
@@ -117,24 +115,7 @@ def only_rank_zero(tp_size: int, device: str | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def equal_ranks(tp_size: int, device: str | None) -> Iterator[None]:
-    """Context of a program that the `tp_size` ranks of its launch run alike, such as a benchmark, and whose target they
-    share. 1 changes nothing. Arguments and errors as in `shared_target`.
-
-    No captured round may outlive the context.
-    """
-    if tp_size == 1:
-        yield
-        return
-    _connect(_check_launch(tp_size, launched_ranks()[1], device))
-    share_target(dist.group.WORLD)
-    yield
-    share_target(None)
-    _disconnect()
-
-
-def _check_launch(tp_size: int, world_size: int, device: str | None) -> torch.device:
+def check_launch(tp_size: int, world_size: int, device: str | None) -> torch.device:
     """The device of this process: the CPU, or the GPU of its local rank. Raises UserError for a launch without it."""
     if world_size != tp_size:
         raise UserError(
@@ -152,7 +133,7 @@ def _check_launch(tp_size: int, world_size: int, device: str | None) -> torch.de
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def _connect(device: torch.device) -> None:
+def connect(device: torch.device) -> None:
     """Join the process group: NCCL on GPUs, gloo on the CPU."""
     backend = "gloo"
     if device.type == "cuda":
@@ -164,7 +145,7 @@ def _connect(device: torch.device) -> None:
         dist.init_process_group(backend)
 
 
-def _disconnect() -> None:
+def disconnect() -> None:
     """Leave the process group. The captured rounds of idle engines go first, because NCCL waits for the end of each
     CUDA graph that contains its calls."""
     release_all()
@@ -246,19 +227,15 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
 
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:
     """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of its `repeated` methods.
-
-    `end_calls` ends this; there is one such object at a time.
-    """
+    `end_calls` ends this; there is one such object at a time."""
     if _leads:
         _send(Call(_repeat, {"build": build, "arguments": arguments}))
     return build(model, **arguments)
 
 
 def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A method that the ranks which share a target call alike. No such method calls another one.
-
-    Arguments are on the host and sent pickled; each rank keeps its own results.
-    """
+    """A method that the ranks which share a target call alike. No such method calls another one. Arguments are on the
+    host and sent pickled; each rank keeps its own results."""
 
     @wraps(method)
     def call(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:

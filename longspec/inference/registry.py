@@ -1,7 +1,5 @@
 """The target and the draft that a run uses: a pair by name, or any target and draft by path."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +21,9 @@ EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-
 
 
 def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:
-    """The pair that the command's options name, by model_name or by target; the embedded pair if they name none.
-
-    A draft that is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are
-    converted (see `resolve_target`). A published target named by its hub id is the published pair without its draft.
-    """
+    """The pair that the command's options name, by model_name or by target; the embedded pair if they name none. A
+    draft that is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are
+    converted (see `resolve_target`). A published target named by its hub id is the published pair without its draft."""
     if model_name is not None and target is not None:
         raise UserError("name the target either by --model_name or by --target")
     if draft == "":
@@ -72,14 +68,12 @@ def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return
     # The two vocabularies may have different sizes, but an id must mean the same token in both.
-    draft_tokenizer = read_tokenizer(folder, "the tokenizer of the draft does not load")
-    draft_tokens = {number: token for token, number in draft_tokenizer.get_vocab().items()}
-    target_tokens = {number: token for token, number in tokenizer.get_vocab().items()}
-    common = sorted(draft_tokens.keys() & target_tokens.keys())
-    differing = [number for number in common if draft_tokens[number] != target_tokens[number]]
+    both = read_tokenizer(folder, "the tokenizer of the draft does not load"), tokenizer
+    own, targets = ({number: token for token, number in each.get_vocab().items()} for each in both)
+    differing = [number for number in own.keys() & targets.keys() if own[number] != targets[number]]
     if differing:
-        first = differing[0]
+        first = min(differing)
         raise UserError(
             f"{draft}: its tokenizer is not the target's: {len(differing)} ids differ, such as {first}, "
-            f"{draft_tokens[first]!r} there and {target_tokens[first]!r} in {target}"
+            f"{own[first]!r} there and {targets[first]!r} in {target}"
         )

@@ -1,7 +1,5 @@
 """The sampling settings of a request. Importing this module loads no library."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,11 +53,11 @@ class PenaltyKind(NamedTuple):
         """Number of newest tokens that rules and n-grams compare."""
         return max(self.context, self.ngram - 1)
 
-    def covers(self, other: PenaltyKind) -> bool:
+    def covers(self, other: "PenaltyKind") -> bool:
         return all(own >= its for own, its in zip(self, other, strict=True))
 
 
-def joined_penalties(samplings: Sequence[Sampling]) -> PenaltyKind | None:
+def joined_penalties(samplings: "Sequence[Sampling]") -> PenaltyKind | None:
     """The smallest kind that covers the penalties of all these settings; None if none has any."""
     kinds = [sampling.penalties for sampling in samplings if sampling.penalties is not None]
     return PenaltyKind(*map(max, zip(*kinds, strict=True))) if kinds else None
@@ -72,10 +70,8 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution of one request; the meaning of each field is that of `longspec.generate`.
-
-    Penalties, the n-gram size and rules also apply at temperature 0.
-    """
+    """The distribution of one request; the meaning of each field is that of `longspec.generate`. Penalties, the n-gram
+    size and rules also apply at temperature 0."""
 
     temperature: float = 0.0
     """0 is greedy."""

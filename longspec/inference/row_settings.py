@@ -1,7 +1,5 @@
 """The sampling settings of rows, their texts and penalties, which rounds read on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -51,7 +49,7 @@ class PenaltyRows:
     """LongTensor [B, R, C]: `Rule.after` from its last token on, padded with ANY_TOKEN."""
 
     @classmethod
-    def allocate(cls, rows: int, capacity: int, kind: PenaltyKind, device: torch.device) -> PenaltyRows:
+    def allocate(cls, rows: int, capacity: int, kind: PenaltyKind, device: torch.device) -> "PenaltyRows":
         """Rows without penalties. capacity: positions per row, S; kind: gives R and C."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -69,7 +67,7 @@ class PenaltyRows:
     def tensors(self) -> list[Tensor]:
         return [getattr(self, field.name) for field in fields(self)]
 
-    def narrow(self, rows: slice) -> PenaltyRows:
+    def narrow(self, rows: slice) -> "PenaltyRows":
         """The consecutive `rows`, in the same tensors."""
         return PenaltyRows(*(values[rows] for values in self.tensors))
 
@@ -125,11 +123,11 @@ class RowSettings:
     """bool [B]."""
     positions: Tensor
     """int32 [B]: the root's position. A cache has this tensor as the number of its accepted tokens."""
-    penalties: PenaltyRows | None = None
+    penalties: "PenaltyRows | None" = None
     """None as long as no row has any."""
 
     @classmethod
-    def allocate(cls, rows: int, device: torch.device, penalties: PenaltyKind | None = None) -> RowSettings:
+    def allocate(cls, rows: int, device: torch.device, penalties: PenaltyKind | None = None) -> "RowSettings":
         """Greedy rows. penalties: those that the rows can have; the texts have no room before `PenaltyRows.reserve`."""
         numbers = torch.zeros(len(FIELDS), rows, dtype=torch.long, device=device)
         positions = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -139,8 +137,7 @@ class RowSettings:
         settings.assign(slice(0, rows), [Sampling()] * rows, [0] * rows)
         return settings
 
-    def narrow(self, rows: slice) -> RowSettings:
-        """The consecutive `rows`, in the same tensors."""
+    def narrow(self, rows: slice) -> "RowSettings":
         penalties = None if self.penalties is None else self.penalties.narrow(rows)
         return RowSettings(self.numbers[:, rows], self.greedy[rows], self.positions[rows], penalties)
 
@@ -151,10 +148,8 @@ class RowSettings:
         return self.numbers[index] if index < 2 else self.numbers[index].view(torch.float64)
 
     def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling], seeds: Sequence[int]) -> None:
-        """Set the settings of some rows, without waiting for the device.
-
-        seeds: 0 to 2^64 - 1; they replace those of `samplings`.
-        """
+        """Set the settings of some rows, without waiting for the device. seeds: 0 to 2^64 - 1; they replace those of
+        `samplings`."""
         settings = [Sampling(temperature=1.0) if sampling.greedy else sampling for sampling in samplings]
         integers = [[seed - (seed >> 63 << 64) for seed in seeds], [s.top_k or 2**31 for s in settings]]
         fractions = [[getattr(sampling, name) for sampling in settings] for name in FIELDS[2:]]

@@ -1,7 +1,5 @@
 """The forward passes of decoding through transformers' own modules. `fused_runner` runs them in fewer kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -67,7 +65,7 @@ class Runner:
         for name in self.owned:
             delattr(self, name)
 
-    def take_weights(self, other: Runner) -> None:
+    def take_weights(self, other: "Runner") -> None:
         """Take over the weights of another runner of the same type, which are at the same addresses as before."""
         for name in self.owned:
             setattr(self, name, getattr(other, name))
@@ -92,11 +90,9 @@ class Runner:
         attend: Attend,
         states: LayerInputs | None = None,
     ) -> Tensor:
-        """The target's hidden states [B, N, hidden] after the final norm.
-
-        tokens, positions, slots: LongTensor [B, N]. Each layer stores its keys and values in `slots` of the cache and
-        then calls `attend` on all slots. states: collects inputs of layers.
-        """
+        """The target's hidden states [B, N, hidden] after the final norm. tokens, positions, slots: LongTensor [B, N].
+        Each layer stores its keys and values in `slots` of the cache and then calls `attend` on all slots. states:
+        collects inputs of layers."""
         backbone: Any = self.model.model
         with (states or LayerInputs(())).recorded(backbone.layers):
             return run_backbone(backbone, tokens, positions, SlotWriter(cache, slots), attend)
@@ -111,11 +107,8 @@ class Runner:
         cross_attends: Sequence[QueryAttend],
         feature: Tensor | None = None,
     ) -> Tensor:
-        """The draft's hidden states [B, n, hidden] at the nodes first ... first + n - 1.
-
-        The nodes' keys and values are stored in `cache` before `self_attend` is called. cross_attends, feature: see
-        `GlideDecoderLayer.forward`.
-        """
+        """The draft's hidden states [B, n, hidden] at the nodes first ... first + n - 1. The nodes' keys and values are
+        stored in `cache` before `self_attend` is called. cross_attends, feature: see `GlideDecoderLayer.forward`."""
         embeddings, rope = self.model.embed(tokens, positions)
 
         def store_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

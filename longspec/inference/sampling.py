@@ -4,8 +4,6 @@ The random numbers of a row depend on its seed and on the root's position alone,
 tokens whichever rows run next to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from enum import IntEnum
@@ -80,7 +78,7 @@ class Sampler:
         self._settings = settings
         self.purpose = Purpose.VERIFY
 
-    def on(self, backend: Backend) -> Sampler:
+    def on(self, backend: Backend) -> "Sampler":
         """The same sampler with the operations of a backend; plain torch's run anywhere."""
         bound = copy(self)
         bound.backend = backend
@@ -100,13 +98,13 @@ class Sampler:
         if self._texts is not None:
             self._texts.reserve(capacity)
 
-    def drafting(self) -> Sampler:
+    def drafting(self) -> "Sampler":
         """The sampler of the draft, with the same settings."""
         draft = copy(self)
         draft.purpose = Purpose.DRAFT
         return draft
 
-    def after_prefill(self) -> Sampler:
+    def after_prefill(self) -> "Sampler":
         """The sampler of the first token: it draws as a round whose root is the prompt's last token would."""
         if self._settings is None:
             return self
@@ -118,10 +116,8 @@ class Sampler:
     def first_tokens(
         self, logits: Tensor, prompts: Tensor, lengths: Sequence[int], watch: Watch | None = None
     ) -> Tensor:
-        """The first tokens of answers, LongTensor [B]; logits [B, V]: at the last tokens of the prompts.
-
-        prompts: LongTensor [B, P], padded on the right with tokens; lengths: those of the B prompts.
-        """
+        """The first tokens of answers, LongTensor [B]; logits [B, V]: at the last tokens of the prompts. prompts:
+        LongTensor [B, P], padded on the right with tokens; lengths: those of the B prompts."""
         first, texts = self.after_prefill(), self._texts
         if texts is None:
             return first.choose(logits, watch)
@@ -135,19 +131,16 @@ class Sampler:
         if (texts := self._texts) is not None:
             texts.append(tokens, self.settings.positions, counts)
 
-    def penalized(self, logits: Tensor, proposal: Proposal) -> Tensor:
+    def penalized(self, logits: Tensor, proposal: "Proposal") -> Tensor:
         """The target's logits [B, N, V] after the penalties; every node sees its row's text and its own ancestors."""
         return logits if self._texts is None else self._penalized(logits, Nodes.read(proposal))
 
     def draft_terms(self, vocab: int, ids: Tensor | None = None) -> RowTerms | None:
-        """What penalties do to a draft's logits in a round; None for nothing. Drafts see the text up to the root.
-
-        ids: LongTensor [B, C], the token of each column of the logits; None if columns are tokens.
-        """
+        """What penalties do to a draft's logits in a round; None for nothing. Drafts see the text up to the root. ids:
+        LongTensor [B, C], the token of each column of the logits; None if columns are tokens."""
         if (texts := self._texts) is None or self.kind.penalties is None:
             return None
-        where = texts, self.kind.penalties, self.settings.positions, vocab
-        return RowTerms.read(*where).with_bias(*where).of_columns(ids)
+        return RowTerms.of_draft(texts, self.kind.penalties, self.settings.positions, vocab, ids)
 
     def _penalized(self, logits: Tensor, nodes: Nodes) -> Tensor:
         assert self._texts is not None and self.kind.penalties is not None
@@ -163,11 +156,9 @@ class Sampler:
         return None if self.greedy else self.settings["temperature"]
 
     def warped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, ..., V] after the filters, and the temperature, [B], that is still to be applied to them.
-
-        A temperature alone is not applied here, because the kernels divide by it while they read the logits. Tokens
-        that are left out get -inf; NaN and infinity stay in place.
-        """
+        """Logits [B, ..., V] after the filters, and the temperature, [B], that is still to be applied to them. A
+        temperature alone is not applied here, because the kernels divide by it while they read the logits. Tokens that
+        are left out get -inf; NaN and infinity stay in place."""
         if not self.kind.filters:
             return logits, self.temperature
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -193,9 +184,7 @@ class Sampler:
 
     def draw(self, weights: Tensor, step: int = 0) -> Tensor:
         """Independent draws, LongTensor [B, ...], in proportion to weights [B, ..., V], which need not be normalized.
-
-        step: number of the draw within the round; draws of one number are equal.
-        """
+        step: number of the draw within the round; draws of one number are equal."""
         # Not torch.multinomial, which waits for the device and draws its noise in fp32 (see `exponentials`).
         return self.backend.first_arrival(weights, self.exponentials(weights, step))
 
@@ -207,10 +196,8 @@ class Sampler:
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
         """Independent exponential numbers of rate 1, fp64, with the shape of `like`, [B, ...]; `first` as in
-        `Backend.row_noise`.
-
-        Constant in greedy rows: these draw the most probable token, and grow the same tree in every run.
-        """
+        `Backend.row_noise`. Constant in greedy rows: these draw the most probable token, and grow the same tree in
+        every run."""
         # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
         settings, stream = self.settings, self._stream(1, step)
         numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
@@ -232,10 +219,8 @@ class Sampler:
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:
-    """The seed of each row: as given, or from one seed.
-
-    None draws that one from torch's global generator, unless rows are greedy.
-    """
+    """The seed of each row: as given, or from one seed. None draws that one from torch's global generator, unless rows
+    are greedy."""
     if isinstance(seed, Sequence):
         return list(seed)
     if seed is None:
@@ -249,4 +234,3 @@ def per_row(values: Tensor, like: Tensor) -> Tensor:
 
 
 GREEDY = Sampler()
-"""The sampler of greedy rows."""

@@ -1,7 +1,5 @@
 """Counts and times of generations, and their sums."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

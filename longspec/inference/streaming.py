@@ -1,7 +1,5 @@
 """Streamers receive tokens as they are decoded, and are ended once, because their readers wait for the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
@@ -21,11 +19,8 @@ _STREAMING: ContextVar[Any] = ContextVar("streamer", default=None)
 
 
 class Streamer(Protocol):
-    """transformers' streamer interface, with an optional third method.
-
-    If a streamer has `put_from(value: Tensor, origin: Origin) -> None`, it receives the new tokens through it, and only
-    the prompt through `put`.
-    """
+    """transformers' streamer interface, with an optional third method. If a streamer has `put_from(value: Tensor,
+    origin: Origin) -> None`, it receives the new tokens through it, and only the prompt through `put`."""
 
     def put(self, value: Tensor) -> None: ...
 
@@ -42,11 +37,9 @@ def new_token_sink(streamer: Streamer | None) -> Callable[[int, Origin], object]
 
 
 def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises.
-
-    A reader in another thread would otherwise wait for ever. If one decorated function calls another with the same
-    streamer, the outer one ends it.
-    """
+    """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises. A reader in
+    another thread would otherwise wait for ever. If one decorated function calls another with the same streamer, the
+    outer one ends it."""
     parameters = signature(function)
 
     @wraps(function)

@@ -4,8 +4,6 @@
 Names are those of transformers' generation config where it has the option, else those of OpenAI's API.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
@@ -13,7 +11,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.inference.request import ALWAYS, Rule, Sampling
+from longspec.inference.request import ALWAYS, Rule
 
 TOKEN_OPTIONS: dict[str, Any] = {
     **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 0},
@@ -148,16 +146,6 @@ def token_settings(
     if len(rules) > MOST_RULES:
         raise UserError(f"logit_bias: {len(rules)} biases and bans in all; there may be {MOST_RULES}")
     return numbers | {"rules": tuple(rules)}
-
-
-def check_penalties(sampling: Sampling, vocab: int) -> None:
-    """Raise UserError for penalties that `token_settings` would not return."""
-    _check_numbers({name: getattr(sampling, name) for name in NUMBERS})
-    if len(sampling.rules) > MOST_RULES:
-        raise UserError(f"rules: {len(sampling.rules)}; there may be {MOST_RULES}")
-    for rule in sampling.rules:
-        if not all(0 <= token < vocab for token in (rule.token, *rule.after)) or len(rule.after) >= LONGEST_WORD:
-            raise UserError(f"rules: {rule}; it needs token ids below {vocab}, at most {LONGEST_WORD} of them")
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

@@ -4,8 +4,6 @@ transformers merges the generation configs, prepares prompts, masks and lengths,
 its own decoding loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -86,7 +84,12 @@ def generate_as_transformers(
     check_stopping(stopping_criteria)
     _check_types(self.generation_config if generation_config is None else generation_config)
     criteria = [*(stopping_criteria or ()), *_string_criteria(self, generation_config, kwargs)]
-    decoding |= _penalties(self, generation_config, kwargs)
+    # Arguments come before the config that is passed in, and this before the model's own.
+    given = {name: getattr(generation_config, name, None) for name in TOKEN_OPTIONS}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
+    merged_settings(given, self.generation_config, (), self.config.vocab_size)  # checks them first
+    decoding |= token_values(given, self.generation_config)
     for name in _HANDLED:
         kwargs.pop(name, None)
     # transformers reads the defaults from the model; this one shares everything else with `self`.
@@ -100,10 +103,8 @@ def generate_as_transformers(
 def _string_criteria(
     model: GlideMixin, given: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> list[StoppingCriteria]:
-    """The criterion of stop_strings, if there are any. Removes `tokenizer` from kwargs.
-
-    Raises UserError for an option of the caller that decoding cannot apply, and reports those of the model's config.
-    """
+    """The criterion of stop_strings, if there are any. Removes `tokenizer` from kwargs. Raises UserError for an option
+    of the caller that decoding cannot apply, and reports those of the model's config."""
     # The options that the caller sets, by arguments or else by the generation config that is passed in. A pipeline
     # passes a copy of the model's own.
     names = (*REFUSED, "stop_strings")
@@ -122,18 +123,6 @@ def _string_criteria(
     return [StopStringCriteria(tokenizer, stop_strings)] if stop_strings and tokenizer is not None else []
 
 
-def _penalties(model: GlideMixin, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of TOKEN_OPTIONS. Arguments come before the config that is passed in, and this before the model's own.
-
-    Raises UserError.
-    """
-    own = {name: getattr(given, name, None) for name in TOKEN_OPTIONS}
-    own = {name: value for name, value in own.items() if value is not None}
-    arguments = {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
-    merged_settings(own | arguments, model.generation_config, (), model.config.vocab_size)  # checks them first
-    return token_values(own | arguments, model.generation_config)
-
-
 def _decode(
     model: GlideMixin,
     input_ids: Tensor,
@@ -144,10 +133,8 @@ def _decode(
     criteria: Sequence[StoppingCriteria],
     **others: Any,
 ) -> Tensor | SpeculativeOutput:
-    """What transformers calls in place of its own decoding loop, with a copy of the model `own`.
-
-    stopping_criteria: transformers', of which only time limits apply. decoding: arguments of `longspec.generate`.
-    """
+    """What transformers calls in place of its own decoding loop, with a copy of the model `own`. stopping_criteria:
+    transformers', of which only time limits apply. decoding: arguments of `longspec.generate`."""
     timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
     # The pad token, else the first EOS as in transformers, else 0.
     ids = next((i for i in (generation_config.pad_token_id, generation_config.eos_token_id) if i is not None), 0)
@@ -203,9 +190,6 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
     """The sampling settings of `longspec.generate`, from a config that transformers has completed."""
     if not config.do_sample:
         return {"temperature": 0.0}
-    settings = {
-        "temperature": 1.0 if config.temperature is None else config.temperature,
-        "top_p": 1.0 if config.top_p is None else config.top_p,
-        "top_k": 0 if config.top_k is None else config.top_k,
-    }
-    return settings | {name: getattr(config, name) for name in FILTER_OPTIONS}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    settings = {name: getattr(config, name) for name in (*neutral, *FILTER_OPTIONS)}
+    return settings | {name: value for name, value in neutral.items() if settings[name] is None}

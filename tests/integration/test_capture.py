@@ -11,12 +11,12 @@ from pairs import FAMILIES, OPTIONS, make_pair, ragged_prompts, target_greedy
 from torch import Tensor
 
 from longspec import generate
-from longspec.errors import UserError
+from longspec.errors import UserError, warn_once
 from longspec.inference import engine_pool
 from longspec.inference.engine import capture as capture_module
 from longspec.inference.engine import modes
 from longspec.inference.engine.static_batch import StaticBatch
-from longspec.inference.fused_runner import _log_plain, make_runner
+from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
@@ -232,7 +232,7 @@ def test_faulty_logits_end_captured_rounds(tmp_path: Path, method: str, sampling
 def test_what_cannot_be_captured_runs_kernel_by_kernel_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _log_plain.cache_clear()
+    warn_once.cache_clear()
     model = make_pair(tmp_path).cuda()
     expected = [target_greedy(model, prompts(9)[2][0], 10)]
     for _ in range(2):

@@ -13,9 +13,8 @@ from torch import Tensor
 from longspec import generate
 from longspec.inference.adaptive import time_cache
 from longspec.inference.adaptive.controller import Controller
-from longspec.inference.adaptive.plan_drafters import PlanDrafter
+from longspec.inference.drafting.proposal import WrappedDrafter
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.modes import SelectiveDrafter
 from longspec.inference.engine.requests import Request
 from longspec.inference.engine.round_record import RoundResult
 from longspec.inference.engine.rounds import Rounds
@@ -78,7 +77,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
 
 def path_origins(drafter: Any, path: Sequence[int]) -> list[str]:
     """Of the accepted tokens of row 0: from lookup as far as they follow one of the branches."""
-    while isinstance(drafter, PlanDrafter | SelectiveDrafter):
+    while isinstance(drafter, WrappedDrafter):
         drafter = drafter.drafter
     if not isinstance(drafter, TreeDrafter):
         return ["lookup" if type(drafter).__name__ == "LookupDrafter" else "draft"] * len(path)

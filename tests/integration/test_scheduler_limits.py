@@ -41,7 +41,7 @@ def test_refusals(model: GlideMixin) -> None:
     with serving(model, max_rows=1, memory=2**20, max_queue=2) as scheduler:
         limit = scheduler.longest
         assert limit == scheduler.batch.capacity - scheduler.batch.depth - 1 - scheduler.batch.nodes
-        with pytest.raises(RequestTooLarge, match=f"more than the {limit} of a row"):
+        with pytest.raises(RequestTooLarge, match=f"more than the {limit} positions of a row"):
             scheduler.submit(Request([1] * (limit - 4), 5), print)
         for request in (Request([]), Request([VOCAB]), Request([1], sampling=Sampling(-1.0)), Request([1], 0)):
             with pytest.raises(UserError):

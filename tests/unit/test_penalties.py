@@ -8,13 +8,12 @@ import torch
 from faults import PENALTY_FAULTS
 from penalty_reference import processed
 
-from longspec.errors import UserError
 from longspec.inference import sampling
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.request import PenaltyKind, Rule, Sampling, joined_penalties
 from longspec.inference.row_settings import SERVED_PENALTIES, RowSettings, served_penalties
 from longspec.inference.sampling import Sampler, SamplingKind
-from longspec.inference.token_options import MOST_NGRAM, check_penalties, token_settings, with_word_ids
+from longspec.inference.token_options import MOST_NGRAM, token_settings, with_word_ids
 
 VOCAB, EOS = 7, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -157,14 +156,6 @@ def test_kinds_of_a_server_are_few_and_cover_all() -> None:
         (Sampling(no_repeat_ngram_size=MOST_NGRAM), 5),
     ):
         assert served_penalties([Sampling(), own]) is SERVED_PENALTIES[number]
-        check_penalties(own, 2)
-    for wrong in (
-        Sampling(rules=(Rule(9, 1.0),)),
-        Sampling(rules=(*largest, *largest)),
-        Sampling(repetition_penalty=-1),
-    ):
-        with pytest.raises(UserError):
-            check_penalties(wrong, 2)
 
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:

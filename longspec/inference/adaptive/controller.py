@@ -3,8 +3,6 @@
 Plain Python: given the table of times, the choice depends on past rounds only, so a seed always gives the same output.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,13 +33,12 @@ class Decision:
     """The plan of a round."""
 
     plan: Plan
-    is_probe: bool = False
     loss: float = 0.0
     """Time that a probe is expected to lose."""
     expected_tokens: float = 0.0
     """Tokens per row that a probe is expected to emit."""
     best_speed: float = 0.0
-    """Tokens per row and unit of time that the best plan was expected to emit at the time of a probe."""
+    """Tokens per row and unit of time that the best plan was expected to emit at the time of a probe; 0 without one."""
 
 
 class Controller:
@@ -189,7 +186,7 @@ class Controller:
                 gain.add((accepted[tree] - accepted[smaller]) / opportunities)
             else:
                 gain.age()
-        if decision.is_probe:
+        if decision.best_speed:
             tokens = sum(len(part.tokens) for part in parts) / len(parts)
             surplus = (decision.expected_tokens - tokens) / decision.best_speed
             self.lost = max(self.lost + surplus, 0.0)
@@ -210,4 +207,4 @@ class Controller:
         if self.lost + losses[plan] > budget:
             return Decision(best)
         self.lost += losses[plan]
-        return Decision(plan, True, losses[plan], self.tokens(plan), best_speed)
+        return Decision(plan, losses[plan], self.tokens(plan), best_speed)

@@ -4,8 +4,6 @@ Decoding is lossless, so the text does not depend on the plan that is played. Th
 have accepted follows from the text, without a single round of lookup.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence
@@ -26,11 +24,8 @@ SHORT_DECAY = math.exp(-1 / SHORT_MEMORY)
 
 
 class TrackedMean:
-    """The mean of a sequence of observations.
-
-    It has a long memory. A mean with a short memory is kept next to it, and replaces it when the two differ
-    significantly.
-    """
+    """The mean of a sequence of observations. It has a long memory. A mean with a short memory is kept next to it, and
+    replaces it when the two differ significantly."""
 
     def __init__(self, value: float, weight: float) -> None:
         """value, weight: the prior, in observations."""

@@ -1,7 +1,5 @@
 """The drafters of all plans of a batch, on shared state: the draft's window, its tree, and the history of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from copy import copy
 
@@ -11,7 +9,7 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
-from longspec.inference.drafting.proposal import Drafter, DraftState, WrappedDrafter
+from longspec.inference.drafting.proposal import Drafter, WrappedDrafter
 from longspec.inference.drafting.row_state import RowState
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.methods import DEFAULT_GAMMA, Drafting
@@ -48,18 +46,7 @@ def plans_for(drafting: Drafting, on_cpu: bool, is_served: bool = False) -> tupl
     return (VANILLA, *lookups, *sorted(budgets))
 
 
-class PlanDrafter(WrappedDrafter):
-    """The drafter of one plan. It feeds the history of tokens, and the draft if the plan is a tree."""
-
-    def __init__(self, drafter: Drafter, history: TokenHistory, draft: DraftDecoder | None, whole: DraftState) -> None:
-        """history: the tokens of each row, which lookup and the trees' branches share. draft: the draft that the plan's
-        rounds feed, if any. whole: the drafter of all plans; the rounds of each plan pass on what its draft reads."""
-        super().__init__(drafter)
-        self.parts = (history,) if draft is None else (history, draft)
-        self.reads_hidden, self.layer_inputs = whole.reads_hidden, whole.layer_inputs
-
-
-class PlanDrafters(DraftState):
+class PlanDrafters(Drafter):
     """The drafter of an engine with several plans. It reads the prompts; each plan proposes with its own drafter."""
 
     def __init__(self, runner: Runner, batch: int, sampler: Sampler, plans: Sequence[Plan], drafting: Drafting) -> None:
@@ -82,20 +69,24 @@ class PlanDrafters(DraftState):
             self.reads_hidden, self.layer_inputs = self.draft.reads_hidden, self.draft.layer_inputs
         self.kind: Hashable = (type(self), self.plans, None if self.tree is None else self.tree.kind)
 
-    def for_plan(self, plan: Plan | None) -> PlanDrafter:
+    def for_plan(self, plan: Plan | None) -> WrappedDrafter:
+        """It feeds the history of tokens, and the draft if the plan is a tree."""
         assert plan is not None
         drafter: Drafter = NoDraft()
-        # What the target computes at a token is gone after its round.
-        draft = self.draft if self.layer_inputs else None
         if plan.kind == "lookup":
             drafter = LookupDrafter(self.history, plan.nodes - 1)
         elif plan.kind == "tree":
             assert self.tree is not None
             drafter = self.tree.cut(plan.nodes, plan.levels)
-            draft = self.draft
-        return PlanDrafter(drafter, self.history, draft, self)
+        wrapped = WrappedDrafter(drafter)
+        # What the target computes at a token is gone after its round, so the rounds of each plan pass it on.
+        wrapped.parts = [self.history]
+        if self.draft is not None and (plan.kind == "tree" or self.layer_inputs):
+            wrapped.parts.append(self.draft)
+        wrapped.reads_hidden, wrapped.layer_inputs = self.reads_hidden, self.layer_inputs
+        return wrapped
 
-    def share(self, rows: slice, sampler: Sampler) -> PlanDrafters:
+    def share(self, rows: slice, sampler: Sampler) -> "PlanDrafters":
         part = copy(self)
         part.history = self.history.narrow(rows)
         if self.tree is not None:

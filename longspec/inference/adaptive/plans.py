@@ -1,7 +1,5 @@
 """The plans that "auto" chooses from; `plan_drafters` has those of each device."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 
@@ -26,6 +24,6 @@ class Plan(NamedTuple):
         would cost a small target some percent of a round."""
         return self.kind == "tree"
 
-    def covers(self, other: Plan) -> bool:
+    def covers(self, other: "Plan") -> bool:
         """Whether a round of this tree tells what another tree would have accepted."""
         return self.kind == "tree" and other.nodes <= self.nodes and other.levels <= self.levels

@@ -2,8 +2,6 @@
 per target, draft, device, batch size and context.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -85,10 +83,8 @@ class BatchTimes:
 
 
 def cache_key(kernels: KernelKey, plans: Sequence[Plan], config: PreTrainedConfig, room: int) -> dict[str, Any]:
-    """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two.
-
-    kernels: those of the rounds, whatever the plan. config: the target's.
-    """
+    """Everything that the times depend on; the numbers of rows and positions are rounded up to powers of two. kernels:
+    those of the rounds, whatever the plan. config: the target's."""
     # The weights do not matter: a round of any draft of this architecture takes as long.
     # The same target under another path or another version of transformers has the same times.
     unrelated = ("_name_or_path", "transformers_version", "architectures")
@@ -107,10 +103,8 @@ def _digest(value: Any) -> str:
 
 
 def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[], RoundTimes]) -> RoundTimes:
-    """The times in the cache, or those that `measure` returns, which are then stored.
-
-    Ranks that share a target measure together and take rank 0's times, so that all choose the same plans.
-    """
+    """The times in the cache, or those that `measure` returns, which are then stored. Ranks that share a target measure
+    together and take rank 0's times, so that all choose the same plans."""
     path = user_cache("round_times") / f"{_digest(key)}.json"
     times = same_on_all_ranks(lambda: load_times(path, plans))
     if times is None:
@@ -127,18 +121,19 @@ def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
         content = json.loads(path.read_text())
         if not time.time() < content["expires"]:
             return None
-        times = content["times"]
-        low, high = map(int, times["contexts"])
-        at_low, at_high = ([float(times["seconds"][plan.name][end]) for plan in plans] for end in (0, 1))
-        refill, names = float(times["refill"]), [plan.name for plan in plans]
-        if not (0 <= low < high and refill >= 0 and all(math.isfinite(n) and n > 0 for n in (*at_low, *at_high))):
+        (low, high), refill = map(int, content["times"]["contexts"]), float(content["times"]["refill"])
+        seconds: dict[str, tuple[float, float]] = {}
+        for plan in plans:
+            at_low, at_high = map(float, content["times"]["seconds"][plan.name])
+            seconds[plan.name] = at_low, at_high
+        if not (0 <= low < high and refill >= 0 and all(0 < n < math.inf for pair in seconds.values() for n in pair)):
             raise ValueError("not times of rounds")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError):
         logger.warning("%s: damaged; the times of rounds are measured again", path)
         return None
-    return RoundTimes((low, high), dict(zip(names, zip(at_low, at_high, strict=True), strict=True)), refill)
+    return RoundTimes((low, high), seconds, refill)
 
 
 def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
@@ -162,10 +157,8 @@ def forget_times() -> None:
 
 @torch.no_grad()
 def measure_times(state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int) -> RoundTimes:
-    """Time the rounds of each plan at a short context and at `room` prefix slots per row.
-
-    state: the tensors that the rounds work on. Its cache is empty before and after.
-    """
+    """Time the rounds of each plan at a short context and at `room` prefix slots per row. state: the tensors that the
+    rounds work on. Its cache is empty before and after."""
     announce_first_use()
     lengths = state.cache.lengths
     all_rows = torch.ones_like(state.root, dtype=torch.bool)

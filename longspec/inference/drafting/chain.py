@@ -1,7 +1,5 @@
 """Chain drafting: one token after another, by the draft (`seq`) or by the target itself (`magicdec`)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch
@@ -25,7 +23,7 @@ class ChainDrafter(Drafter):
         self.reads_hidden, self.layer_inputs = model.reads_hidden, model.layer_inputs
         self.sampler = sampler
 
-    def share(self, rows: slice, sampler: Sampler) -> ChainDrafter:
+    def share(self, rows: slice, sampler: Sampler) -> "ChainDrafter":
         return ChainDrafter(self.model.narrow(rows), self.depth, sampler)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
@@ -54,7 +52,7 @@ class NoDraft(Drafter):
     nodes = 1
     kind: Hashable = "no draft"
 
-    def share(self, rows: slice, sampler: Sampler) -> NoDraft:
+    def share(self, rows: slice, sampler: Sampler) -> "NoDraft":
         return self
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:

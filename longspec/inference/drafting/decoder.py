@@ -1,7 +1,5 @@
 """The interface of a draft in decoding, and the decoders of the draft architectures by name."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import NamedTuple, Self
 
@@ -81,21 +79,17 @@ class DraftDecoder(RowState):
         self.feed(tokens, positions, valid, states)
 
     def refill(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Take the newest tokens of each row, which rounds without the draft did not feed.
-
-        tokens: LongTensor [B, S], the token at each position; lengths: LongTensor [B], the roots' positions. Never
-        called for a decoder with `layer_inputs`, which is fed in every round.
-        """
+        """Take the newest tokens of each row, which rounds without the draft did not feed. tokens: LongTensor [B, S],
+        the token at each position; lengths: LongTensor [B], the roots' positions. Never called for a decoder with
+        `layer_inputs`, which is fed in every round."""
 
     def feature(self, cache: TargetCache) -> Tensor | None:
         """What all levels of a round read of the target, if anything; passed to `level`."""
         return None
 
     def level(self, level: Level, cache: TargetCache, feature: Tensor | None) -> Tensor:
-        """Logits [B, n, C] at the nodes of a level, from which the next level is grown.
-
-        The root is at position cache.lengths, int32 [B], and the target has read the tokens before it.
-        """
+        """Logits [B, n, C] at the nodes of a level, from which the next level is grown. The root is at position
+        cache.lengths, int32 [B], and the target has read the tokens before it."""
         raise NotImplementedError
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None) -> Tensor:

@@ -1,7 +1,5 @@
 """The decoders of the draft architectures by name, and the registration of further architectures."""
 
-from __future__ import annotations
-
 from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.eagle3 import Eagle3Decoder
 from longspec.inference.drafting.glide import GlideDraft
@@ -14,11 +12,9 @@ _decoders: dict[str, type[DraftDecoder]] = {GLIDE: GlideDraft, "eagle3": Eagle3D
 
 
 def register_draft(draft: type[Draft], decoder: type[DraftDecoder]) -> None:
-    """Make a draft architecture available in this process, under the name in its options' class.
-
-    Training takes it as the config key `model.architecture=NAME`, and its saved drafts load like any other. Raises
-    UserError for a name that exists.
-    """
+    """Make a draft architecture available in this process, under the name in its options' class. Training takes it as
+    the config key `model.architecture=NAME`, and its saved drafts load like any other. Raises UserError for a name that
+    exists."""
     add_architecture(draft)
     _decoders[draft.options_class.architecture] = decoder
 

@@ -1,9 +1,6 @@
 """The EAGLE-3 draft during decoding: its KV cache of accepted tokens, and the forward pass of one level of a tree."""
 
-from __future__ import annotations
-
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +29,10 @@ class Eagle3Decoder(DraftDecoder):
     def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
         super().__init__(runner, batch, nodes)
         self.layer_inputs, self.scale = self.draft.reads.layer_inputs, self.draft.midlayer.self_attn.head_dim**-0.5
-        size: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
         hidden = self.draft.config.hidden_size
-        self.newest = torch.zeros(batch, 1, hidden, **size)
+        self.newest = torch.zeros(batch, 1, hidden, dtype=runner.dtype, device=runner.device)
         """[B, 1, hidden]: the fused state of the newest token that the target has read."""
-        self.states = torch.zeros(batch, nodes, hidden, **size)
+        self.states = self.newest.new_zeros(batch, nodes, hidden)
         """[B, N, hidden]: the state of each node, which its children take as input."""
         tokens = self.draft.vocabulary
         self.ids = None if tokens is None else tokens.expand(batch, -1)
@@ -53,17 +49,16 @@ class Eagle3Decoder(DraftDecoder):
         if len(self.rope[0]) < capacity:
             self.grows = self.draft.window >= capacity
             size = (capacity, 0) if self.grows else (self.draft.window, self.nodes)
-            given = self.draft.config, len(self.newest), *size, self.runner.dtype, self.runner.device
-            self.cache = DraftCache(*given)
+            self.cache = DraftCache(self.draft.config, len(self.newest), *size, self.runner.dtype, self.runner.device)
             self.rope = rope_table(self.draft.rotary[0], self.draft.fc.weight, capacity)
 
-    def narrow(self, rows: slice) -> Eagle3Decoder:
+    def narrow(self, rows: slice) -> "Eagle3Decoder":
         part = copy(self)
         part.newest, part.states, part.cache = self.newest[rows], self.states[rows], self.cache.narrow(rows)
         part.ids = None if self.ids is None else self.ids[rows]
         return part
 
-    def with_nodes(self, nodes: int) -> Eagle3Decoder:
+    def with_nodes(self, nodes: int) -> "Eagle3Decoder":
         part = super().with_nodes(nodes)
         part.states, part.cache = self.states[:, :nodes], self.cache.with_nodes(nodes)
         return part

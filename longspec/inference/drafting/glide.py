@@ -1,7 +1,5 @@
 """The GLIDE draft during decoding: its window of accepted tokens, and the forward pass of one level of a tree."""
 
-from __future__ import annotations
-
 from copy import copy
 from functools import partial
 
@@ -32,19 +30,18 @@ class GlideDraft(DraftDecoder):
     def ids(self) -> Tensor | None:  # type: ignore[override]
         return None if self.head is None else self.head.ids
 
-    def narrow(self, rows: slice) -> GlideDraft:
+    def narrow(self, rows: slice) -> "GlideDraft":
         part = copy(self)
         part.head = None if self.head is None else self.head.narrow(rows)
         part.cache = self.cache.narrow(rows)
         return part
 
-    def with_nodes(self, nodes: int) -> GlideDraft:
+    def with_nodes(self, nodes: int) -> "GlideDraft":
         part = super().with_nodes(nodes)
         part.cache = self.cache.with_nodes(nodes)
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Fill the window with the last W tokens of each prompt, and the head; see `RowState.start`."""
         # Masked slots must be finite, and earlier requests may have left NaN.
         self.cache.keys.zero_()
         self.cache.values.zero_()
@@ -59,7 +56,6 @@ class GlideDraft(DraftDecoder):
         self.feed(tokens.gather(1, positions.clamp(min=0)), positions, positions >= 0)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Store accepted tokens in the window, where `valid`."""
         self.runner.feed_draft(tokens, positions, valid, self.cache)
 
     def row_states(self) -> list[Tensor]:

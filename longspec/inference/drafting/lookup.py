@@ -1,7 +1,5 @@
 """Prompt lookup: proposes the tokens that followed an earlier occurrence of the newest tokens. Needs no draft."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from copy import copy
 
@@ -33,8 +31,7 @@ class TokenHistory(RowState):
         self.tokens = torch.zeros(batch, 0, dtype=torch.long, device=device)
         """LongTensor [B, capacity]: the token at each position; after the root, 0 or the prompts' padding."""
 
-    def narrow(self, rows: slice) -> TokenHistory:
-        """The texts of some consecutive rows, in the same tensor."""
+    def narrow(self, rows: slice) -> "TokenHistory":
         part = copy(self)
         part.tokens = self.tokens[rows]
         return part
@@ -70,7 +67,7 @@ class LookupDrafter(Drafter):
         self.nodes = gamma + 1
         self.kind: Hashable = (type(self), gamma)
 
-    def share(self, rows: slice, sampler: Sampler) -> LookupDrafter:
+    def share(self, rows: slice, sampler: Sampler) -> "LookupDrafter":
         return LookupDrafter(self.history.narrow(rows), self.depth)
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
@@ -112,8 +109,7 @@ class LookupBranches(RowState):
             roots=torch.zeros(batch, dtype=torch.long, device=device),
         )
 
-    def narrow(self, rows: slice) -> LookupBranches:
-        """The branches of some consecutive rows, on the same state."""
+    def narrow(self, rows: slice) -> "LookupBranches":
         part = copy(self)
         part.history = self.history.narrow(rows)
         part._state = LookupState(*(values[rows] for values in self._state))._replace(priors=self._state.priors)

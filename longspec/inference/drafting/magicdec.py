@@ -1,7 +1,5 @@
 """MagicDec (arXiv 2408.11049): the target drafts for itself, attending to a sink and recent tokens only."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -15,13 +13,10 @@ RECENT = 1024
 
 
 class SparseTarget(DraftDecoder):
-    """The target, reading a constant number of KV entries: SINK + RECENT accepted tokens and the chain so far.
-
-    Its own keys and values go to the slots after the accepted tokens, where verification overwrites them.
-    """
+    """The target, reading a constant number of KV entries: SINK + RECENT accepted tokens and the chain so far. Its own
+    keys and values go to the slots after the accepted tokens, where verification overwrites them."""
 
     def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None = None) -> Tensor:
-        """Logits [B, V] after tokens, LongTensor [B], which are node number `step` of the chain."""
         read_slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
         positions = (cache.lengths.long() + step)[:, None]
 
@@ -36,9 +31,7 @@ class SparseTarget(DraftDecoder):
 
     def _view(self, lengths: Tensor, step: int, capacity: int) -> tuple[Tensor, Tensor]:
         """The slots to read, LongTensor [B, SINK + RECENT + nodes], and which of them are visible, bool of that shape.
-
-        The shape is static. If a row is short, recent slots that overlap the sink or precede slot 0 are masked.
-        """
+        The shape is static. If a row is short, recent slots that overlap the sink or precede slot 0 are masked."""
         device = lengths.device
         root = lengths[:, None]
         sink = torch.arange(SINK, device=device).expand(len(lengths), -1)

@@ -1,7 +1,5 @@
 """Proposals, which drafters pass to verification, and the base of all drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Self
@@ -68,8 +66,8 @@ def chain(tokens: Tensor, sampled_from: Tensor | None = None) -> Proposal:
     )
 
 
-class DraftState(RowState):
-    """The state of a drafting strategy for one batch."""
+class Drafter(RowState):
+    """A drafting strategy for one batch."""
 
     depth: int
     """Number of tokens on its longest path; a round emits at most depth + 1 tokens."""
@@ -87,20 +85,13 @@ class DraftState(RowState):
     def refill(self, lengths: Tensor) -> None:
         """Take the newest tokens up to the roots, which rounds of other plans did not feed. lengths: int [B]."""
 
-    def for_plan(self, plan: Plan | None) -> Drafter:
+    def for_plan(self, plan: Plan | None) -> "Drafter":
         """The drafter of a plan, after `reserve`; None for a method without plans."""
-        raise NotImplementedError
-
-
-class Drafter(DraftState):
-    """A drafting strategy."""
+        return self
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         """Propose a tree. root: LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
         raise NotImplementedError
-
-    def for_plan(self, plan: Plan | None) -> Drafter:
-        return self
 
 
 class WrappedDrafter(Drafter):

@@ -1,7 +1,5 @@
 """The head of a draft with a vocabulary list: the rows of lm_head for the list and for the tokens of each prompt."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 
@@ -43,8 +41,7 @@ class ReducedHead:
         start = self.listed + self.first_row * self.extra
         return self.weight[start : start + len(self.ids) * self.extra].view(len(self.ids), self.extra, -1)
 
-    def narrow(self, rows: slice) -> ReducedHead:
-        """The head of some consecutive rows, on the same tensors."""
+    def narrow(self, rows: slice) -> "ReducedHead":
         part = copy(self)
         part.first_row = self.first_row + range(len(self.ids))[rows].start
         part.ids = self.ids[rows]
@@ -52,10 +49,8 @@ class ReducedHead:
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Gather the weights of the list and of the rows' own tokens.
-
-        prompts: LongTensor [B, P], padded on the right; lengths: LongTensor [B].
-        """
+        """Gather the weights of the list and of the rows' own tokens. prompts: LongTensor [B, P], padded on the right;
+        lengths: LongTensor [B]."""
         model = self.runner.model
         tokens = model.draft_model.vocabulary
         assert tokens is not None

@@ -1,7 +1,5 @@
 """State of rows in decoding that follows their texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,7 +9,7 @@ class RowState:
     """State of B rows. Its methods use tensor operations of static shape, so that they can be captured in a CUDA graph.
     Without its own implementation a method passes the call on to `parts`."""
 
-    parts: Sequence[RowState] = ()
+    parts: "Sequence[RowState]" = ()
     reads_hidden: bool = False
     """Whether a proposal reads `TargetCache.newest_hidden`."""
     layer_inputs: tuple[int, ...] = ()
@@ -34,11 +32,9 @@ class RowState:
             part.start(prompts, lengths)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Take accepted tokens at consecutive positions: each token exactly once.
-
-        tokens, positions: LongTensor [B, T]; valid: bool [B, T], False for entries to be ignored. states:
-        [B, T, n · hidden], the inputs of the target's n layers `layer_inputs` at these tokens; None without any.
-        """
+        """Take accepted tokens at consecutive positions: each token exactly once. tokens, positions: LongTensor [B, T];
+        valid: bool [B, T], False for entries to be ignored. states: [B, T, n · hidden], the inputs of the target's n
+        layers `layer_inputs` at these tokens; None without any."""
         more = () if states is None else (states,)  # a drafter of the user's own need not know the argument
         for part in self.parts:
             part.feed(tokens, positions, valid, *more)

@@ -1,8 +1,6 @@
 """Tree drafting: each level holds the best continuations of the level above, either the likeliest or sampled ones. Of
 the tree and of lookup branches next to it, all nodes or the best ones are verified."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from copy import copy
@@ -51,46 +49,44 @@ class TreeDrafter(Drafter):
         lookup: LookupBranches | None = None,
     ) -> None:
         """draft: None makes a new one; it has room for the whole tree. nodes: nodes to be verified, the root included;
-        None verifies the whole tree and all branches. lookup: the branches; None for a tree without.
-
-        Several drafters may have one draft and one lookup. Each token is then fed to one of them.
-        """
+        None verifies the whole tree and all branches. lookup: the branches; None for a tree without. Several drafters
+        may have one draft and one lookup. Each token is then fed to one of them."""
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
         self.lookup = lookup
         grown_nodes = 1 + sum(self.shape)
         most_nodes = grown_nodes + (lookup.nodes if lookup else 0)
-        self.nodes = min(nodes or most_nodes, most_nodes)
-        self.depth = self._longest_path()
-        self.selects = self.nodes < grown_nodes or lookup is not None
         self.sampler = sampler.on(runner.backend)
-        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
         self.draft = draft or new_decoder(runner, batch, grown_nodes)
         if self.draft.ids is not None and max(self.shape) > self.draft.columns:
-            raise UserError(
-                f"tree_shape: {list(self.shape)}; with this draft's vocabulary a level has at most "
-                f"{self.draft.columns} nodes"
-            )
+            most = f"with this draft's vocabulary a level has at most {self.draft.columns} nodes"
+            raise UserError(f"tree_shape: {list(self.shape)}; {most}")
         self.reads_hidden, self.layer_inputs = self.draft.reads_hidden, self.draft.layer_inputs
 
         # Every round grows the tree in the same tensors.
         is_sampled = tree_rule == "reject" and not sampler.greedy
         self.tree = new_tree(batch, grown_nodes, is_sampled, runner.device)
-        inner_nodes = grown_nodes - self.shape[-1]
         self.q: Tensor | None = None
         """fp32 [B, inner nodes, V]: the distributions that children are sampled from; None if they are not sampled."""
         if is_sampled:
+            inner_nodes = grown_nodes - self.shape[-1]
             self.q = torch.empty(batch, inner_nodes, runner.config.vocab_size, device=runner.device)
         widths = torch.tensor([1, *self.shape])
         self.levels = torch.arange(len(widths)).repeat_interleave(widths).to(runner.device)
         """LongTensor [M]: the depth of the nodes of the whole tree."""
-        self.least_scores: Tensor | None = None
-        """fp32 [K, D]: score that each node of the branches needs next to a sampled tree."""
-        if lookup is not None and is_sampled:
-            self.least_scores = least_scores(self.nodes, lookup)
+        self._verify(min(nodes or most_nodes, most_nodes))
+        self.kind: Hashable = (type(self), self.shape, tree_rule, self.nodes, lookup and lookup.depth)
 
-    def share(self, rows: slice, sampler: Sampler) -> TreeDrafter:
+    def _verify(self, nodes: int) -> None:
+        """Set the number of nodes that are verified."""
+        lookup, self.nodes = self.lookup, nodes
+        self.depth = min(max(len(self.shape), lookup.depth if lookup else 0), nodes - 1)
+        self.selects = nodes < len(self.levels) or lookup is not None
+        self.least_scores = least_scores(nodes, lookup) if lookup is not None and self.q is not None else None
+        """fp32 [K, D]: score that each node of the branches needs next to a sampled tree."""
+
+    def share(self, rows: slice, sampler: Sampler) -> "TreeDrafter":
         draft = self.draft.narrow(rows)
         lookup = self.lookup and self.lookup.narrow(rows)
         # A greedy tree and a sampled one have different tensors, so such a part grows its own.
@@ -99,18 +95,15 @@ class TreeDrafter(Drafter):
             return TreeDrafter(self.runner, batch, self.shape, sampler, self.tree_rule, draft, self.nodes, lookup)
 
         part = copy(self)
-        part.sampler = sampler.on(self.runner.backend)
-        part.draft = draft
-        part.lookup = lookup
+        part.sampler, part.draft, part.lookup = sampler.on(self.runner.backend), draft, lookup
         part.tree = Tree(*(values[rows] for values in self.tree))
         part.q = None if self.q is None else self.q[rows]
         return part
 
-    def cut(self, nodes: int, levels: int) -> TreeDrafter:
+    def cut(self, nodes: int, levels: int) -> "TreeDrafter":
         """A drafter that grows the first `levels` levels of the same tree and verifies `nodes` nodes. It shares the
         draft and the lookup."""
         part = copy(self)
-        part.nodes = nodes
         part.kind = (self.kind, nodes, levels)
         if levels < len(self.shape):
             part.shape = self.shape[:levels]
@@ -119,15 +112,8 @@ class TreeDrafter(Drafter):
             part.tree = new_tree(len(self.tree.tokens), grown_nodes, self.q is not None, self.runner.device)
             part.levels = self.levels[:grown_nodes]
             part.q = None if self.q is None else self.q[:, : grown_nodes - part.shape[-1]]
-        part.depth = part._longest_path()
-        part.selects = nodes < part.tree.tokens.shape[1] or self.lookup is not None
-        if self.lookup is not None and self.least_scores is not None:
-            part.least_scores = least_scores(nodes, self.lookup)
+        part._verify(nodes)
         return part
-
-    def _longest_path(self) -> int:
-        """Number of draft tokens on the longest path that can be verified."""
-        return min(max(len(self.shape), self.lookup.depth if self.lookup else 0), self.nodes - 1)
 
     @property
     def parts(self) -> list[RowState]:  # type: ignore[override]
@@ -189,11 +175,9 @@ class TreeDrafter(Drafter):
 
 
 def least_scores(nodes: int, lookup: LookupBranches) -> Tensor:
-    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree.
-
-    nodes: number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of
-    the branches.
-    """
+    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree. nodes:
+    number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of the
+    branches."""
     steps = torch.arange(lookup.depth, device=lookup.sizes.device)
     room = int(LARGEST_SHARE * (nodes - 1))
     share = lookup.sizes * min(1.0, room / lookup.nodes)

@@ -1,7 +1,5 @@
 """Tokens of rounds in which no answer ends: they wait on the host, and clients get those of many rounds at once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np
@@ -11,10 +9,8 @@ ROUNDS = 64
 
 
 class Backlog:
-    """The tokens of the newest rounds, one per row and round. Rows are known by `Row.index`.
-
-    A round takes the same few operations for any number of rows.
-    """
+    """The tokens of the newest rounds, one per row and round. Rows are known by `Row.index`. A round takes the same few
+    operations for any number of rows."""
 
     def __init__(self, rows: int) -> None:
         self.left = np.zeros(rows, dtype=np.int64)
@@ -37,10 +33,8 @@ class Backlog:
         self._stops[row, :most] = list(stop_ids)
 
     def add(self, rows: np.ndarray, tokens: np.ndarray, faults: np.ndarray, seconds: float) -> np.ndarray:
-        """Add a round of some rows. rows, tokens, faults: int64 [n]; seconds: each row's share of its time.
-
-        Returns the positions in `rows` of those that end with this token or have a fault. Their tokens are left out.
-        """
+        """Add a round of some rows. rows, tokens, faults: int64 [n]; seconds: each row's share of its time. Returns the
+        positions in `rows` of those that end with this token or have a fault. Their tokens are left out."""
         assert not self.is_full
         ends = (self.left[rows] <= 1) | (faults != 0) | (tokens[:, None] == self._stops[rows]).any(1)
         others = rows[~ends]

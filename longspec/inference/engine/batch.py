@@ -1,7 +1,5 @@
 """The device's side of the engine: a static number of rows, prefill of some of them, and rounds over the first n."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 
@@ -12,7 +10,7 @@ from torch import Tensor
 from longspec.inference.adaptive.time_cache import BatchTimes, RoundTimes, cache_key, known_times, measure_times
 from longspec.inference.cache import Fault
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.drafting.proposal import Drafter, DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.batch_rows import BatchRows
 from longspec.inference.engine.capture import CapturedRound, compile_ahead, warm_up
 from longspec.inference.engine.modes import KINDS, Mode, SelectiveDrafter, new_drafter
@@ -49,16 +47,18 @@ class Batch(BatchRows):
         details: bool = True,
         pooled: Pooled | None = None,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass.
-        kinds: those of the requests, as in KINDS. details: whether requests may ask for log-probabilities and traces,
-        and to decode without speculation. pooled: the batch's entry in the pool; None for
-        a batch that later calls do not reuse."""
+        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass. kinds,
+        details: see `EngineSettings`. pooled: the batch's entry in the pool; None for one that later calls do not
+        reuse."""
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
         # Rounds of one token per row take nearly as long for more rows, and each size costs a warm-up.
         factor = 4 if drafting.method == "vanilla" and not details else 2
-        self.sizes = _sizes(max_rows, factor) if runner.capturable else list(range(1, max_rows + 1))
+        powers = (factor**number for number in range(max_rows.bit_length()))
+        self.sizes = sorted({max_rows, *(size for size in powers if size < max_rows)})
+        if not runner.capturable:
+            self.sizes = list(range(1, max_rows + 1))
         if pooled is not None and pooled.is_whole:
             self.sizes = [max_rows]
         runner.prepare(capacity)
@@ -71,7 +71,7 @@ class Batch(BatchRows):
         self.reader = PromptReader(runner, self.cache, prefill_chunk, layers, self.starter.feed)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
-        self.drafters: dict[SamplingKind, DraftState] = {kinds[0]: self.drafter}
+        self.drafters: dict[SamplingKind, Drafter] = {kinds[0]: self.drafter}
         drafter = self.drafter
         for kind in kinds[1:]:  # those that sample share the tensors of their trees
             drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
@@ -147,9 +147,9 @@ class Batch(BatchRows):
         key = cache_key(state.kind._replace(drafting=drafter.kind), self.plans, self.runner.config, room)
 
         def measure() -> RoundTimes:
-            modes = {plan: Mode(True, kind, plan, self.details) for plan in self.plans}
-            self.prepare([(mode, size) for mode in modes.values()])
-            rounds = {plan: self.rounds(mode, size) for plan, mode in modes.items()}
+            keys = {plan: (Mode(True, kind, plan, self.details), size) for plan in self.plans}
+            self.prepare(list(keys.values()))
+            rounds = {plan: self._rounds[key] for plan, key in keys.items()}
             return measure_times(state, rounds, lambda: drafter.refill(state.cache.lengths), room)
 
         return known_times(key, self.plans, measure)
@@ -185,7 +185,7 @@ class Batch(BatchRows):
             drafter = SelectiveDrafter(drafter, self.speculates[rows])
         return Rounds(self.runner, drafter, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
 
-    def _drafter(self, rows: slice, sampler: Sampler) -> DraftState:
+    def _drafter(self, rows: slice, sampler: Sampler) -> Drafter:
         """The drafter of some consecutive rows. sampler: the target's."""
         drafter = self.drafters.get(sampler.kind)
         # A drafting method of the user's own need not share its state.
@@ -205,10 +205,8 @@ class Batch(BatchRows):
     @repeated
     def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
         """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
-
         chunks: int64, one per row. Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens`
-        reads.
-        """
+        reads."""
         ends = [start + len(chunk) for chunk in chunks]
         tokens = self.upload(chunks)
         self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
@@ -217,10 +215,8 @@ class Batch(BatchRows):
     @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
         """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, per token.
-
         chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
-        ValueError for logits that are NaN.
-        """
+        ValueError for logits that are NaN."""
         hidden = self.reader.read_all(row, self.upload([chunk]), start)
         self._last_hidden = hidden[:, -1:]
         lines: list[list[float]] = []
@@ -278,11 +274,3 @@ class Batch(BatchRows):
     def retire(self) -> None:
         """Keep the batch for a later call. All requests must have ended, without a fault."""
         give_back(self)
-
-
-def _sizes(max_rows: int, factor: int) -> list[int]:
-    """1, `factor`, its powers, and `max_rows`."""
-    sizes = [1]
-    while sizes[-1] * factor < max_rows:
-        sizes.append(sizes[-1] * factor)
-    return sorted({*sizes, max_rows})

@@ -1,7 +1,5 @@
 """The rows of a batch on the device: their caches and settings, which requests take over one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.process_group import repeated
 from longspec.inference.request import PenaltyKind, Sampling
 from longspec.inference.row_settings import SERVED_PENALTIES, PenaltyRows, RowSettings
@@ -24,7 +22,7 @@ EXCHANGED_BYTES = 2**26
 class BatchRows:
     """The tensors of `max_rows` rows, which rounds change in place."""
 
-    drafter: DraftState
+    drafter: Drafter
     """The state of the draft of all rows."""
 
     def __init__(self, runner: Runner, max_rows: int, capacity: int, penalties: PenaltyKind | None) -> None:
@@ -71,11 +69,9 @@ class BatchRows:
 
     @repeated
     def end(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay.
-
-        A round in flight may move a length on and store more, NaN among it. Later rounds need the slots after the
-        length for their nodes, and masked slots must be finite.
-        """
+        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay. A round in flight
+        may move a length on and store more, NaN among it. Later rounds need the slots after the length for their nodes,
+        and masked slots must be finite."""
         numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
         self.active.index_fill_(0, numbers, False)
         self.cache.lengths[numbers] = stored.int()

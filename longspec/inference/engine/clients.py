@@ -1,7 +1,5 @@
 """The clients of an engine: events on their way to them, and the requests that they have cancelled."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Admission and prefill: rows for the next requests, and passes over their prompts."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time
@@ -20,7 +18,7 @@ from longspec.inference.engine.clients import Clients
 from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
 from longspec.inference.engine.requests import PromptScores, Ticket
 from longspec.inference.engine.round_record import RowRound, read_scores
-from longspec.inference.engine.rows import Row, Rows
+from longspec.inference.engine.rows import Row, Rows, common_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +42,7 @@ class Intake:
     """The requests between the queue and the rounds."""
 
     def __init__(
-        self,
-        batch: Batch,
-        rows: Rows,
-        clients: Clients,
-        chunk: int | None,
-        controller: Controller | None,
-        refill: int = 1,
+        self, batch: Batch, rows: Rows, clients: Clients, chunk: int | None, controller: Controller | None, refill: int
     ) -> None:
         """chunk: most prompt tokens that are read between two rounds; None reads all prompts before the first one.
         controller: that of method "auto". refill: see `EngineSettings`."""
@@ -70,10 +62,8 @@ class Intake:
         """The next request, while another row reads a prefix of its prompt."""
 
     def read(self) -> Iterator[list[Outcome]]:
-        """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them.
-
-        Yields what each pass ends.
-        """
+        """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them. Yields
+        what each pass ends."""
         budget = self.chunk
         while budget > 0:
             self._admit()
@@ -105,11 +95,6 @@ class Intake:
         if self.held is not None and self.held.cancelled:
             self.clients.finish(self.held, "cancelled")
             self.held = None
-
-    def drop(self, row: Row) -> None:
-        """Forget a row whose request has ended."""
-        if row in self.reading:
-            self.reading.remove(row)
 
     def forget(self, row: Row) -> None:
         """Drop what the cache holds of a row."""
@@ -154,12 +139,8 @@ class Intake:
 
     def _is_read(self, prompt: np.ndarray) -> bool:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
-        if self.batch.drafter.layer_inputs:
-            return False
-        ends = [(row.ticket.prompt, len(row.tokens) + LEAST_SHARED) for row in self.reading]
-        return any(
-            min(len(prompt), len(other)) >= end and prompt[:end].tobytes() == other[:end].tobytes()
-            for other, end in ends
+        return not self.batch.drafter.layer_inputs and any(
+            common_prefix(prompt, row.ticket.prompt) >= len(row.tokens) + LEAST_SHARED for row in self.reading
         )
 
     def _give_row(self, ticket: Ticket) -> Row:
@@ -201,8 +182,10 @@ class Intake:
         start = len(rows[0].tokens)
         end = start + min(max(row.unread for row in rows), max(1, budget // len(rows)))
         chunks = [row.ticket.prompt[start:end] for row in rows]
-        if rows[0].ticket.request.scores_prompt:
-            self._score(rows[0], start, end)
+        if (ticket := rows[0].ticket).request.scores_prompt:
+            following = ticket.prompt[start + 1 : end + 1]
+            lines = self.batch.read_scored(rows[0].number, chunks[0], following, start)
+            self.clients.send(ticket, PromptScores(*read_scores(lines, ticket.request.alternatives)))
         else:
             self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
         for row, chunk in zip(rows, chunks, strict=True):
@@ -210,12 +193,6 @@ class Intake:
             if row.ticket.trace is not None:
                 row.ticket.trace.read(chunk)
         return max(map(len, chunks)) * len(rows)
-
-    def _score(self, row: Row, start: int, end: int) -> None:
-        """Read a chunk of a prompt, and send the scores of the tokens after its own."""
-        ticket = row.ticket
-        lines = self.batch.read_scored(row.number, ticket.prompt[start:end], ticket.prompt[start + 1 : end + 1], start)
-        self.clients.send(ticket, PromptScores(*read_scores(lines, ticket.request.alternatives)))
 
     def _begin(self, rows: list[Row]) -> list[Outcome]:
         """Choose the first tokens of those rows whose prompts were read. They take part in the next round."""

@@ -1,7 +1,5 @@
 """The modes of a batch's rounds, and the drafters that they need, also where only some rows speculate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ from torch import Tensor
 from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import Drafter, DraftState, Proposal, WrappedDrafter
+from longspec.inference.drafting.proposal import Drafter, Proposal, WrappedDrafter
 from longspec.inference.engine.round_record import Report
 from longspec.inference.methods import AUTO, Drafting, make_drafter
 from longspec.inference.request import FILTERS
@@ -43,7 +41,7 @@ class Mode(NamedTuple):
         return Report(ranks, self.details, self.scores)
 
 
-def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler, is_served: bool) -> DraftState:
+def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler, is_served: bool) -> Drafter:
     """The drafter of a method. sampler: the draft's. is_served: whether "auto" is to have few plans, because their
     rounds exist for several batch sizes and ways to sample."""
     if drafting.method != AUTO:
@@ -53,10 +51,8 @@ def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler,
 
 
 class SelectiveDrafter(WrappedDrafter):
-    """Reduces the proposals of another drafter to the root in all other rows, which then emit one token per round.
-
-    A root without children accepts nothing, and its bonus token follows the target's whole distribution.
-    """
+    """Reduces the proposals of another drafter to the root in all other rows, which then emit one token per round. A
+    root without children accepts nothing, and its bonus token follows the target's whole distribution."""
 
     def __init__(self, drafter: Drafter, speculates: Tensor) -> None:
         """speculates: bool [B], changed in place from outside."""

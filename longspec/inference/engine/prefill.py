@@ -3,8 +3,6 @@
 Where FlashAttention-3 runs, a chunk of one row can be a CUDA graph. `DraftStarter` starts the drafter on prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
@@ -65,11 +63,9 @@ class PromptReader:
             self._passes[size] = capture_pass(chunk, self.tokens.device)
 
     def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
-        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ...
-
-        ends: the length of each row after the pass, which is at most start + T; tokens past it are padding. Returns the
-        hidden states [n, 1, hidden] at the last token of each row; the next call may overwrite them.
-        """
+        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ... ends: the length of
+        each row after the pass, which is at most start + T; tokens past it are padding. Returns the hidden states [n,
+        1, hidden] at the last token of each row; the next call may overwrite them."""
         count = tokens.shape[1]
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
@@ -126,11 +122,8 @@ class PromptReader:
 
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
-    """Groups of consecutive rows that passes from one position on read together.
-
-    unread: the number of each row with unread tokens, in ascending order, and how many these are. most_tokens: of a
-    pass.
-    """
+    """Groups of consecutive rows that passes from one position on read together. unread: the number of each row with
+    unread tokens, in ascending order, and how many these are. most_tokens: of a pass."""
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:
@@ -148,7 +141,7 @@ def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[sli
 class DraftStarter:
     """Starts take dozens of small kernels, whose launches would take longer than a round of a small target."""
 
-    def __init__(self, drafter: DraftState, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, drafter: Drafter, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
         """drafter: the drafter of all rows. Its `reserve(capacity)` must have been called."""
         self.drafter = drafter
         self.rows = rows
@@ -170,8 +163,7 @@ class DraftStarter:
     def start(self, rows: slice, prompts: Tensor, lengths: Sequence[int]) -> None:
         """Start n consecutive rows. prompts: LongTensor [n, P], padded on the right."""
         if not self._passes:
-            on_device = upload(torch.tensor(lengths), self.length.device)
-            self._part(rows).start(prompts, on_device)
+            self._part(rows).start(prompts, upload(torch.tensor(lengths), self.length.device))
             return
         for row, prompt, count in zip(range(rows.start, rows.stop), prompts, lengths, strict=True):
             self.prompt[0, :count] = prompt[:count]
@@ -183,6 +175,6 @@ class DraftStarter:
         """Feed a chunk of the prompts of some consecutive rows; see `RowState.feed_prompt`."""
         self._part(rows).feed_prompt(*chunk)
 
-    def _part(self, rows: slice) -> DraftState:
+    def _part(self, rows: slice) -> Drafter:
         # A drafting method of the user's own need not share its state.
         return self.drafter if rows == slice(0, self.rows) else self.drafter.share(rows, self.sampler)

@@ -3,8 +3,6 @@
 It runs on the thread that calls `step`. The server's scheduler is a thread around it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ from longspec.inference import engine_pool, memory
 from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
-from longspec.inference.drafting.proposal import DraftState
+from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
@@ -85,10 +83,8 @@ class RequestEngine:
 
     def prepare(self, usual: Sampling | None = None) -> None:
         """Before the first step: measure the plans of method "auto", and capture what the usual requests need, or what
-        all need if they start together. Otherwise each kind of round is captured when it is first played.
-
-        usual: settings of most requests, whose penalties the captured rounds have.
-        """
+        all need if they start together. Otherwise each kind of round is captured when it is first played. usual:
+        settings of most requests, whose penalties the captured rounds have."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
             if self.settings.together or self.settings.details:
                 self.batch.capture(usual)
@@ -113,10 +109,8 @@ class RequestEngine:
         return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
-        """Let the other ranks that share the target go on.
-
-        keeps: whether all requests have ended without a fault, so that a later engine can have the batch.
-        """
+        """Let the other ranks that share the target go on. keeps: whether all requests have ended without a fault, so
+        that a later engine can have the batch."""
         if not self._is_closed:
             self._is_closed = True
             if keeps:
@@ -128,9 +122,7 @@ class RequestEngine:
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
     """The batch of an engine with these settings. One that an earlier engine left is taken if the requests are known.
-
-    The batch has room for `longest` tokens per row, rounded up.
-    """
+    The batch has room for `longest` tokens per row, rounded up."""
     runner = make_runner(model, settings.attention, settings.compile)
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:
@@ -150,7 +142,7 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
     drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
     drafter = new_drafter(runner, drafting, 1, GREEDY, is_served)
     # Whether one row can start after another. A drafting method of the user's own need not support it.
-    shares = type(drafter).share is not DraftState.share
+    shares = type(drafter).share is not Drafter.share
     if not shares and is_served:
         raise UserError(f"method: the drafter of {drafting.method!r} has no share(), which a server needs; add it")
     rows = settings.max_rows if shares else 1
@@ -174,28 +166,20 @@ def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) ->
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
     fixed += memory.chunk_bytes(config, dtype, settings.prefill_chunk)
     room = position_limit(config) if longest is None else longest
-    draft = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
+    row, slot = new_decoder(runner, 1, nodes).state_bytes(room) if uses_draft(drafting) else (0, 0)
+    row += nodes * config.vocab_size * memory.ROUND_BYTES
+    slot += memory.slot_bytes(config, dtype)
+    slots = memory.slots_for(room, nodes - 1, nodes)
 
-    def fitting(budget: int) -> int:
-        return most if longest is None else memory.fitting_rows(config, dtype, room, nodes, budget - fixed, draft)
+    def fitting() -> tuple[int, int]:
+        """Bytes that the batch may take, and the rows with all slots that fit into them."""
+        budget = settings.memory or least_over_ranks(int(free_bytes(runner.device) * memory.SHARE), runner.device)
+        return budget, most if longest is None else min(most, max(1, (budget - fixed) // (row + slots * slot)))
 
-    budget = settings.memory or _free_memory(runner)
-    if longest is None or fitting(budget) < most:
+    budget, rows = fitting()
+    if longest is None or rows < most:
         engine_pool.release(model)
         if runner.device.type == "cuda":
             torch.cuda.empty_cache()
-        budget = settings.memory or _free_memory(runner)
-    rows = min(most, fitting(budget))
-    return rows, memory.row_capacity(config, dtype, rows, nodes, budget, fixed, room, draft)
-
-
-def _free_memory(runner: Runner) -> int:
-    """Bytes that a batch may take."""
-    return least_over_ranks(int(free_bytes(runner.device) * memory.SHARE), runner.device)
-
-
-def check_positive(**values: int) -> None:
-    """Raise UserError for a number below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise UserError(f"{name}: {value}; it must be at least 1")
+        budget, rows = fitting()
+    return rows, memory.row_capacity(budget, fixed, rows, slots, row, slot)

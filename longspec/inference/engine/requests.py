@@ -3,14 +3,13 @@
 Importing it loads no library.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from longspec.errors import UserError
 from longspec.inference.request import Sampling
 
 if TYPE_CHECKING:
@@ -24,10 +23,8 @@ proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup. 
 
 
 def round_origins(from_lookup: Sequence[bool]) -> list[Origin]:
-    """The origins of a round's tokens: those of its accepted nodes, then that of the bonus token.
-
-    from_lookup: whether each accepted node comes from prompt lookup.
-    """
+    """The origins of a round's tokens: those of its accepted nodes, then that of the bonus token. from_lookup: whether
+    each accepted node comes from prompt lookup."""
     return [*("lookup" if is_match else "draft" for is_match in from_lookup), "target"]
 
 
@@ -39,7 +36,7 @@ class QueueFull(Exception):
     """The queue holds `max_queue` requests; try again later."""
 
 
-class RequestTooLarge(Exception):
+class RequestTooLarge(UserError):
     """Prompt and new tokens do not fit into a row of the cache or into the target's positions."""
 
 
@@ -167,7 +164,7 @@ class Ticket:
     failure: str = ""
     """Why `on_event` failed; the request then ends with reason "error"."""
 
-    prompt: np.ndarray = field(init=False, repr=False)
+    prompt: "np.ndarray" = field(init=False, repr=False)
     """int64 [P]; set with its row."""
     reads_alone: bool = False
     """Whether its prompt is not read together with others: to be scored, or because such a pass has failed."""
@@ -178,7 +175,7 @@ class Ticket:
     last_token: float = 0.0
     new_tokens: int = 0
     rounds: int = 0
-    trace: LookupTrace | None = None
+    trace: "LookupTrace | None" = None
     """The text of a row that speculates, for the controller of "auto"."""
 
     @property
@@ -203,7 +200,6 @@ class Counts:
     cached_prompt_tokens: int = 0
     """Part of `prompt_tokens` that was reused."""
     new_tokens: int = 0
-    """Emitted tokens."""
     prefill_s: float = 0.0
     """Time of the host in prefill, and of the device where the host waits for it."""
     rounds: int = 0

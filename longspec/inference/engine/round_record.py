@@ -1,10 +1,8 @@
-"""The record of a round: packed into one tensor on the device, and read by the host row by row."""
-
-from __future__ import annotations
+"""The record of a round: one tensor on the device (see `Rounds.pack`), which the host reads row by row."""
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +10,7 @@ from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.requests import MOST_ALTERNATIVES, Alternatives, Tree, round_origins
-from longspec.kernels.backend import Backend
 from longspec.kernels.shared.device import Download
-
-if TYPE_CHECKING:
-    from longspec.inference.acceptance import Accepted
-    from longspec.inference.drafting.proposal import Proposal
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -35,9 +28,7 @@ def read_scores(lines: list[list[float]], count: int) -> tuple[list[float], list
 
 def scores(logits: Tensor, tokens: Tensor) -> Tensor:
     """For each of tokens [...] under logits [..., V]: fp64 [..., 1 + 2 * k], with k = MOST_ALTERNATIVES or V if less.
-
-    The token's log-probability, then the ids of the k most probable tokens, then their log-probabilities.
-    """
+    The token's log-probability, then the ids of the k most probable tokens, then their log-probabilities."""
     # One tensor for all, so that the most probable token has the log-probability of its alternative, to the bit.
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     best = log_p.topk(min(MOST_ALTERNATIVES, log_p.shape[-1]), dim=-1)
@@ -93,7 +84,7 @@ class RowRound(NamedTuple):
     """See `TargetCache.faults`."""
 
     @classmethod
-    def read(cls, line: list[int], width: int, report: Report) -> RowRound:
+    def read(cls, line: list[int], width: int, report: Report) -> "RowRound":
         """line: a row of `RoundResult.lines`. width: depth + 1."""
         # The parts have `width` entries each, of which the first `count` are valid. The root precedes accepted nodes.
         count, fault, part = line[0], line[1], 2 + width
@@ -108,11 +99,9 @@ class RowRound(NamedTuple):
         return cls(tokens, line[part + 1 : part + count], line[part + width :], from_lookup, logprobs, fault)
 
     def accepted_by(self, tree: Plan) -> list[int]:
-        """The levels, as above, of the nodes that a tree which this one covers would have accepted.
-
-        A tree of fewer levels verifies more nodes of these levels. Those that this round did not verify are missing,
-        so the number of nodes is a lower bound.
-        """
+        """The levels, as above, of the nodes that a tree which this one covers would have accepted. A tree of fewer
+        levels verifies more nodes of these levels. Those that this round did not verify are missing, so the number of
+        nodes is a lower bound."""
         verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
         return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
 
@@ -144,32 +133,3 @@ class Flight:
     def scores(self) -> list[list[list[float]]] | None:
         """`round_record.scores` of each row's tokens; None unless reported."""
         return None if self._scores is None else self._scores.tolist()
-
-
-def pack(
-    proposal: Proposal,
-    accepted: Accepted,
-    tokens: Tensor,
-    counts: Tensor,
-    faults: Tensor,
-    logits: Tensor,
-    report: Report,
-    backend: Backend,
-) -> RoundResult:
-    """The result of a round. tokens, counts: as in `RoundResult`; logits [B, N, V]: the target's at every node."""
-    path, from_lookup = accepted.path, proposal.from_lookup
-    # Of the other entries' dtype, so that one kernel packs them.
-    marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
-    columns = [counts[:, None], faults[:, None], tokens, marks]
-    if report.details:
-        chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
-        log_p = chosen - backend.log_sum_exp(logits).gather(1, path)  # of the emitted tokens, at temperature 1
-        columns.append(log_p.double().view(torch.long))
-    if report.ranks:
-        assert proposal.ranks is not None
-        columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
-    trace = torch.cat([proposal.tokens, proposal.parents, path], 1) if report.details else None
-    token_scores = None
-    if report.scores:
-        token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
-    return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)

@@ -1,7 +1,5 @@
 """Rounds of draft, verify, accept and compact. They are the same for every method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +10,7 @@ from torch import Tensor
 from longspec.inference.acceptance import accept
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
-from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, pack
+from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, scores
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler, SamplingKind
 from longspec.models.target_attention import LayerInputs
@@ -24,11 +22,8 @@ MOST_SIZE_CLASSES = 128
 
 
 class KernelKey(NamedTuple):
-    """Everything that the kernels of a batch's rounds depend on.
-
-    Whatever outlives a round by its kernels is found by this key: compiled kernels, engines with captured rounds, and
-    measured times.
-    """
+    """Everything that the kernels of a batch's rounds depend on. Whatever outlives a round by its kernels is found by
+    this key: compiled kernels, engines with captured rounds, and measured times."""
 
     runner: Hashable
     """`Runner.kind`."""
@@ -86,10 +81,7 @@ class Rounds:
 
     def round(self, active: Tensor) -> RoundResult:
         """Draft, verify, accept and compact once. active: bool [B]; other rows do not change, and no pass reads their
-        prefix.
-
-        The tokens of a row with a fault in `cache.faults` are undefined.
-        """
+        prefix. The tokens of a row with a fault in `cache.faults` are undefined."""
         # Draft and verify.
         cache = self.cache.reading(active)
         proposal = self.drafter.propose(self.root, cache)
@@ -119,21 +111,38 @@ class Rounds:
         self.cache.keep(accepted.path, count, self.runner.backend)
 
         self.cache.compare_ranks(emitted, count)
-        given = proposal, accepted, emitted, count, self.cache.faults, logits, self.report
-        result = pack(*given, self.runner.backend)
+        result = self.pack(proposal, accepted.path, emitted, count, logits)
         torch.where(active, accepted.bonus, self.root, out=self.root)  # the proposal may hold this tensor
         return result
+
+    def pack(self, proposal: Proposal, path: Tensor, tokens: Tensor, counts: Tensor, logits: Tensor) -> RoundResult:
+        """The record of a round. path: see `Accepted`; logits [B, N, V]: the target's at every node."""
+        report, from_lookup = self.report, proposal.from_lookup
+        # Of the other entries' dtype, so that one kernel packs them.
+        marks = torch.zeros_like(path) if from_lookup is None else from_lookup.gather(1, path).long()
+        columns = [counts[:, None], self.cache.faults[:, None], tokens, marks]
+        if report.details:
+            chosen = logits.flatten(1).gather(1, path * logits.shape[2] + tokens)
+            # Of the emitted tokens, at temperature 1.
+            log_p = chosen - self.runner.backend.log_sum_exp(logits).gather(1, path)
+            columns.append(log_p.double().view(torch.long))
+        if report.ranks:
+            assert proposal.ranks is not None
+            columns += [proposal.ranks.gather(1, path), proposal.levels_by_rank()]
+        trace = torch.cat([proposal.tokens, proposal.parents, path], 1) if report.details else None
+        token_scores = None
+        if report.scores:
+            token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
+        return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
 
     def verify(self, proposal: Proposal) -> Tensor:
         """The target's logits [B, N, V] at every node of the tree."""
         return self.runner.logits(self.forward_tree(proposal, self.cache))
 
     def forward_tree(self, proposal: Proposal, cache: TargetCache, states: LayerInputs | None = None) -> Tensor:
-        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass.
-
-        The nodes' keys and values go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the
-        accepted ones into place. states: collects inputs of layers at every node.
-        """
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass. The nodes' keys and values
+        go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the accepted ones into place.
+        states: collects inputs of layers at every node."""
         slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
         # A row without a prefix to read attends to other slots than its nodes', and its result is not used.

@@ -1,7 +1,5 @@
 """The host's record of the rows: which tokens the cache holds, and which request each row answers."""
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ class Row:
     number: int
     index: int
     """Stays when the row's number changes."""
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
     """The tokens whose keys and values the cache holds, by position; their number is the row's length there."""
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
@@ -62,11 +60,9 @@ class Rows:
         return [row for row in self._rows if row.job is not None and row.job.root is not None]
 
     def take(self, prompt: np.ndarray) -> tuple[Row, Row, int]:
-        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length.
-
-        These are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one
-        that was unused for the longest time. At least one token of the prompt stays to be read. One row must be idle.
-        """
+        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length. These
+        are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one that was
+        unused for the longest time. At least one token of the prompt stays to be read. One row must be idle."""
         row = source = self.idle[0]
         length = 0
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
@@ -94,7 +90,6 @@ class Rows:
         self.idle.append(row)
 
     def swap(self, a: Row, b: Row) -> None:
-        """Exchange the numbers of two rows."""
         a.number, b.number = b.number, a.number
         self._rows[a.number], self._rows[b.number] = a, b
 
@@ -117,7 +112,7 @@ class Roster(NamedTuple):
     """Whether any request asks for trees."""
 
     @classmethod
-    def of(cls, running: list[Row], batch: Batch) -> Roster:
+    def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
         requests = [row.ticket.request for row in running]
         numbers = np.array([row.number for row in running], dtype=np.int64)
@@ -138,7 +133,7 @@ class Roster(NamedTuple):
         )
 
 
-def common_prefix(ids: np.ndarray, tokens: np.ndarray | array[int]) -> int:
+def common_prefix(ids: np.ndarray, tokens: "np.ndarray | array[int]") -> int:
     """Number of leading tokens that are equal. ids, tokens: int64."""
     shared = min(len(ids), len(tokens))
     if shared == 0:

@@ -1,24 +1,14 @@
 """The scheduler: the engine on a thread of its own, for requests from any thread."""
 
-from __future__ import annotations
-
 import logging
 from threading import Condition, Thread
 from typing import Any
 
 from longspec.errors import first_line
-from longspec.inference.arguments import checked_drafting, chosen_attention
+from longspec.inference.arguments import check_integer, checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
-from longspec.inference.engine.request_engine import EngineSettings, RequestEngine, check_positive
-from longspec.inference.engine.requests import (
-    FinishReason,
-    NotServing,
-    OnEvent,
-    QueueFull,
-    Request,
-    Snapshot,
-    Ticket,
-)
+from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
+from longspec.inference.engine.requests import NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin, check_pair
@@ -27,11 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Answers requests from any thread.
-
-    All methods may be called from any thread but the engine's own, where `on_event` runs; `cancel` may be called there
-    too.
-    """
+    """Answers requests from any thread. All methods may be called from any thread but the engine's own, where
+    `on_event` runs; `cancel` may be called there too."""
 
     def __init__(
         self,
@@ -48,7 +35,8 @@ class Scheduler:
         requests that may wait. deterministic: as for `longspec.generate`. Raises UserError."""
         check_pair(model)
         checked = checked_drafting(model, Drafting(method, **drafting), allow_untrained_draft=False)
-        check_positive(max_rows=max_rows, max_queue=max_queue, prefill_chunk=prefill_chunk)
+        for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("prefill_chunk", prefill_chunk)):
+            check_integer(name, value, 1)
         attention = chosen_attention("auto", deterministic)
         settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk, attention=attention)
         self.engine = RequestEngine(model, settings)
@@ -133,19 +121,14 @@ class Scheduler:
                     if self._closing:
                         break
                 self.engine.step()
-            self._end_all("cancelled", "")
+            self._worker.end_all("cancelled", "")
         except Exception as error:  # the engine is lost: every request learns it, and so does the health check
             logger.exception("the engine failed")
             with self._changed:
                 self._error = f"the engine failed: {first_line(error)}"
-            self._end_all("error", self._error)
+            self._worker.end_all("error", self._error)
+            self._note_change()
 
     def _note_change(self) -> None:
         with self._changed:
             self._changed.notify_all()
-
-    def _end_all(self, reason: FinishReason, message: str) -> None:
-        with self._changed:
-            self._draining = True
-        self._worker.end_all(reason, message)
-        self._note_change()

@@ -1,7 +1,5 @@
 """One batch of prompts without requests, for teacher-forced rounds and measurements of single ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -25,16 +23,14 @@ class StaticBatch(Rounds):
         drafter: Drafter,
         sampler: Sampler,
         prompts: Tensor,
-        prompt_lengths: Sequence[int],
+        lengths: Sequence[int],
         max_new_tokens: int,
     ) -> None:
-        """Allocate the caches. `prefill` reads the prompts.
-
-        prompts: LongTensor [B, P], padded on the right. prompt_lengths: tokens per row without padding, at least 1.
-        max_new_tokens: per row; the cache has room for them.
-        """
+        """Allocate the caches. `prefill` reads the prompts. prompts: LongTensor [B, P], padded on the right.
+        lengths: tokens per row without padding, at least 1. max_new_tokens: per row; the cache has room for
+        them."""
         self.prompts = prompts
-        self.prompt_lengths = list(prompt_lengths)
+        self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
         positions = sampler.settings.positions if sampler.has_settings else None
         sampler.reserve(capacity)

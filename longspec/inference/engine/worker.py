@@ -1,7 +1,5 @@
 """The engine's loop: prompts, rounds, and the events that they cause."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -138,28 +136,20 @@ class Worker:
     def _launch(self, roster: Roster) -> tuple[Roster, Flight, Plan | None]:
         """Launch a round of the running rows."""
         self.counts.rounds += 1
-        self.batch.times.size = roster.size
-        mode = roster.mode
-        if mode.speculates:
-            mode = mode._replace(plan=self._choose_plan(roster.rows))
+        self.batch.times.size, mode = roster.size, roster.mode
+        if mode.speculates and self.controller is not None:
+            mode = mode._replace(plan=self._choose_plan(self.controller, roster.rows))
         result = self.batch.play(mode, roster.size)
         return roster, Flight(result, mode.report, roster.traced), mode.plan
 
-    def _choose_plan(self, running: list[Row]) -> Plan | None:
-        """The plan of a round of method "auto"; None for other methods.
-
-        The answer to a request with a seed must not depend on the other requests. Above temperature 0 the plan decides
-        which random numbers an answer takes, so one plan is played as long as such a request runs, unless all requests
-        start together.
-        """
-        if self.controller is None:
-            return None
+    def _choose_plan(self, controller: Controller, running: list[Row]) -> Plan:
+        """The plan of a round of method "auto". The answer to a request with a seed must not depend on the other
+        requests. Above temperature 0 the plan decides which random numbers an answer takes, so one plan is played as
+        long as such a request runs, unless all requests start together."""
         samplings = [row.ticket.request.sampling for row in running]
         is_seeded = any(sampling.seed is not None and not sampling.greedy for sampling in samplings)
-        if is_seeded and not self.intake.reads_all:
-            plan = self.controller.impose(self.batch.plans[-1])
-        else:
-            plan = self.controller.choose()
+        imposes = is_seeded and not self.intake.reads_all
+        plan = controller.impose(self.batch.plans[-1]) if imposes else controller.choose()
         stale = [row.number for row in running if row.window_is_stale]
         if plan.feeds_draft and stale:
             self.batch.refill_draft(stale)
@@ -286,7 +276,8 @@ class Worker:
         self._flush(row)
         self._ended.append(row)
         self._roster = None
-        self.intake.drop(row)
+        if row in self.intake.reading:
+            self.intake.reading.remove(row)
         self.clients.finish(ticket, reason, message)
         self.rows.release(row)
         if self.controller is not None:

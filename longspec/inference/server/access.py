@@ -1,7 +1,5 @@
 """Requests that are refused before their body is read: those for a foreign host, and those without the API key."""
 
-from __future__ import annotations
-
 import hmac
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The text of an answer, token by token, up to a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -111,11 +109,8 @@ class AnswerText:
 
 
 def prompt_pieces(tokenizer: Any, ids: Sequence[int], text: str | None, scores: Sequence[PromptScores]) -> list[Piece]:
-    """The tokens of a prompt as the beginning of its answer.
-
-    text: the prompt's own, None if the client sent token ids. scores: those of the tokens from the second one on; none
-    if they are unknown.
-    """
+    """The tokens of a prompt as the beginning of its answer. text: the prompt's own, None if the client sent token ids.
+    scores: those of the tokens from the second one on; none if they are unknown."""
     detokenizer = Detokenizer(tokenizer)
     texts = [detokenizer.add(token) for token in ids]
     texts[-1] += detokenizer.end()

@@ -1,7 +1,5 @@
 """The server's web application: OpenAI's API, health, metrics and the page."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -52,13 +50,10 @@ class Service:
 
     async def answer(self, http: Request, body: ChatRequest | CompletionRequest) -> Response:
         """Submit what a body asks for, and answer whole or as a stream. Raises ApiError."""
-        loop = asyncio.get_running_loop()
+        loop, tokenizer, latencies = asyncio.get_running_loop(), self.model.tokenizer, self.metrics.latencies
         deadline = loop.time() + self.limits.max_seconds  # time in the tokenizer and in the queue counts, too
-
         requests = await loop.run_in_executor(self.encoder, self.model.requests, body, self.limits)
-        tokenizer = self.model.tokenizer
         stops = [stop for stop in body.stop if stop]
-        latencies = self.metrics.latencies
         job = Job(self.scheduler, requests, tokenizer, stops, deadline, latencies, body.echoed, body.drops_answer)
         make = ChatReplies if isinstance(body, ChatRequest) else Replies
         usage = body.stream_options is not None and body.stream_options.include_usage
@@ -175,17 +170,11 @@ class CountedResponses:
 
 
 def build_app(
-    model: ServedModel,
-    scheduler: Engine,
-    limits: Limits,
-    api_key: str | None = None,
-    hosts: Sequence[str] = ("*",),
+    model: ServedModel, scheduler: Engine, limits: Limits, api_key: str | None = None, hosts: Sequence[str] = ("*",)
 ) -> FastAPI:
-    """The application. It neither starts nor closes the scheduler.
-
-    api_key: the bearer token that clients must send; None allows requests without one. hosts: accepted values of the
-    Host header. A list of the server's own names prevents DNS rebinding.
-    """
+    """The application. It neither starts nor closes the scheduler. api_key: the bearer token that clients must send;
+    None allows requests without one. hosts: accepted values of the Host header. A list of the server's own names
+    prevents DNS rebinding."""
     service = Service(model, scheduler, limits, Metrics(scheduler.snapshot), ThreadPoolExecutor(1, "encoder"))
 
     @asynccontextmanager
@@ -201,7 +190,8 @@ def build_app(
         app.add_middleware(KeyCheck, api_key=api_key)
     app.add_middleware(HostCheck, hosts=hosts)
     app.add_middleware(CountedResponses, metrics=service.metrics)
-    _handle_errors(app)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refused)
     _add_routes(app, service)
     add_tokenizer_routes(app, model, service.encoder)
     page, headers = load_page()
@@ -244,22 +234,15 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({"status": "failed", "error": now.error}, 503)
 
 
-def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def refused(http: Request, error: ApiError) -> Response:
-        return error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: Request, error: RequestValidationError) -> Response:
-        return error_response(validation_error(error.errors()))
-
-    @app.exception_handler(HTTPException)
-    async def no_such_route(http: Request, error: HTTPException) -> Response:
+async def _refused(http: Request, error: Exception) -> Response:
+    """The response to an exception."""
+    refusal = ApiError(500, "the server failed on this request; its log has the cause")
+    if isinstance(error, ApiError):
+        refusal = error
+    elif isinstance(error, RequestValidationError):
+        refusal = validation_error(error.errors())
+    elif isinstance(error, HTTPException):
         message = f"no route for {http.method} {http.url.path}; {ROUTES}"
         refusal = ApiError(error.status_code, message if error.status_code in (404, 405) else str(error.detail))
         refusal.headers |= error.headers or {}  # Allow, with status 405
-        return error_response(refusal)
-
-    @app.exception_handler(Exception)
-    async def failed(http: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed on this request; its log has the cause"))
+    return error_response(refusal)

@@ -1,7 +1,5 @@
 """Refusals in OpenAI's error format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,30 +9,21 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 """OpenAI's `type` by status; other 4xx are an invalid_request_error, 5xx a server_error."""
 
 
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+"""Headers by status. A client that finds the queue full is to come back soon: each answer that ends frees a row."""
+
+
 class ApiError(Exception):
     """A request that is refused or has failed."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-        close: bool = False,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, close: bool = False
     ) -> None:
-        """param: name of the field at fault. close: whether the connection ends, because a part of the body is unread.
-
-        retry_after_s: value of the header Retry-After.
-        """
+        """param: name of the field at fault. close: whether the connection ends: a part of the body is unread."""
         super().__init__(message)
         self.status, self.code = status, code
         self.message, self.param = encodable(message), param and encodable(param)
-        self.headers: dict[str, str] = {}
-        if retry_after_s is not None:
-            self.headers["Retry-After"] = str(retry_after_s)
-        if status == 401:
-            self.headers["WWW-Authenticate"] = "Bearer"
+        self.headers = dict(HEADERS.get(status, {}))
         if close:
             self.headers["Connection"] = "close"
 

@@ -1,7 +1,5 @@
 """The choices of one HTTP request: submitted together, read as one stream, cancelled together."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -28,9 +26,6 @@ from longspec.inference.engine.requests import (
 from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.metrics import Latencies
-
-RETRY_AFTER_S = 1
-"""Advice to a client that finds the queue full; a row becomes free each time an answer ends."""
 
 
 class Engine(Protocol):
@@ -156,8 +151,13 @@ class Job:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _delta(self, index: int, event: Tokens | Finished) -> Delta:
-        choice = self.choices[index]
-        delta = self._finish(index, event) if isinstance(event, Finished) else self._extend(index, event)
+        choice, now = self.choices[index], time.perf_counter()
+        if isinstance(event, Finished):
+            delta = self._finish(index, event)
+        else:
+            self.latencies.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
+            choice.newest = now
+            delta = Delta(index, choice.text.add(event), event.tree)
         if choice.text.stopped and not choice.ended:
             self.engine.cancel(choice.ticket)
             choice.ended, delta.finish_reason = True, "stop"
@@ -168,13 +168,6 @@ class Job:
             ids, text = self.requests[index].prompt, self.echoed[index]
             delta.pieces = prompt_pieces(self.tokenizer, ids, text, choice.prompt_scores) + delta.pieces
         return delta
-
-    def _extend(self, index: int, event: Tokens) -> Delta:
-        choice = self.choices[index]
-        now = time.perf_counter()
-        self.latencies.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
-        choice.newest = now
-        return Delta(index, choice.text.add(event), event.tree)
 
     def _finish(self, index: int, event: Finished) -> Delta:
         if event.reason == "error":
@@ -192,7 +185,7 @@ def _refusal(error: Exception) -> ApiError:
     """The response to a request that the engine refuses."""
     message = str(error)
     if isinstance(error, QueueFull):
-        return ApiError(429, message or "the queue is full; try again later", retry_after_s=RETRY_AFTER_S)
+        return ApiError(429, message or "the queue is full; try again later")
     if isinstance(error, RequestTooLarge):
         return ApiError(400, message, code="context_length_exceeded")
     if isinstance(error, NotServing):

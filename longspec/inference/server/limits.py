@@ -1,7 +1,5 @@
 """Limits of what one HTTP request may ask for, and the middleware that reads its body within them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 
@@ -41,14 +39,12 @@ class BodyLimit:
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 body = await self._read(scope, receive)
-        except TimeoutError:
-            error = ApiError(408, f"the body took longer than {self.limits.body_seconds:g} s to arrive")
-            await error_response(error)(scope, receive, send)
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-        else:
-            if body is not None:
-                await self.app(scope, _replay(body, receive), send)
+        except (TimeoutError, ApiError) as error:
+            late = ApiError(408, f"the body took longer than {self.limits.body_seconds:g} s to arrive")
+            await error_response(error if isinstance(error, ApiError) else late)(scope, receive, send)
+            return
+        if body is not None:
+            await self.app(scope, _replay(body, receive), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The whole body; None if the client has gone. Raises ApiError."""
@@ -58,8 +54,7 @@ class BodyLimit:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        body = bytearray()
-        more = True
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -1,7 +1,5 @@
 """Figures of a server in the format of Prometheus."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,8 +14,6 @@ from longspec.inference.engine.requests import Snapshot
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 """Bucket limits in seconds."""
-
-
 RATE_SECONDS = 10.0
 """The time that the gauge of tokens/s looks back."""
 
@@ -26,28 +22,18 @@ class Latencies:
     """Histograms over all requests, in seconds, and the present speed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.first_token = Histogram(
-            "longspec_time_to_first_token_seconds",
-            "Time from submission to the first token.",
-            buckets=TTFT_BUCKETS,
-            registry=registry,
-        )
-        self._inter_token = Histogram(
-            "longspec_inter_token_latency_seconds",
-            "Time per token after the first: the time since the previous round over the round's tokens.",
-            buckets=TOKEN_BUCKETS,
-            registry=registry,
-        )
+        name, text = "longspec_time_to_first_token_seconds", "Time from submission to the first token."
+        self.first_token = Histogram(name, text, buckets=TTFT_BUCKETS, registry=registry)
+        text = "Time per token after the first: the time since the previous round over the round's tokens."
+        name = "longspec_inter_token_latency_seconds"
+        self._inter_token = Histogram(name, text, buckets=TOKEN_BUCKETS, registry=registry)
         self._recent: deque[tuple[float, int]] = deque()
-        Gauge(
-            "longspec_tokens_per_second", f"Tokens/s over the last {RATE_SECONDS:g} seconds.", registry=registry
-        ).set_function(self.tokens_per_second)
+        name, text = "longspec_tokens_per_second", f"Tokens/s over the last {RATE_SECONDS:g} seconds."
+        Gauge(name, text, registry=registry).set_function(self.tokens_per_second)
 
     def note(self, now: float, started: float, newest: float | None, count: int) -> None:
-        """Note a round's `count` tokens of a request.
-
-        Times are of time.perf_counter(): the present, the request's submission, and its previous round, if any.
-        """
+        """Note a round's `count` tokens of a request. Times are of time.perf_counter(): the present, the request's
+        submission, and its previous round, if any."""
         if newest is None:
             self.first_token.observe(now - started)
         else:
@@ -72,9 +58,8 @@ class Metrics(Collector):
         self._snapshot = snapshot
         self._registry = CollectorRegistry()
         self.latencies = Latencies(self._registry)
-        self.responses = Counter(
-            "longspec_http_responses", "HTTP responses.", ("path", "status"), registry=self._registry
-        )
+        labels = ("path", "status")
+        self.responses = Counter("longspec_http_responses", "HTTP responses.", labels, registry=self._registry)
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
 

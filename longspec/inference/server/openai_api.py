@@ -3,8 +3,6 @@
 `known_fields` lists the fields of other servers that are accepted or refused; all others are ignored and named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Set
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,17 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from longspec.data.aligners import ROLES, Turn
 from longspec.inference.engine.requests import MOST_ALTERNATIVES
+from longspec.inference.server import known_fields as known
 from longspec.inference.server.errors import encodable
-from longspec.inference.server.known_fields import (
-    MESSAGE_FIELDS,
-    MESSAGE_HINTS,
-    PART_HINTS,
-    REQUEST_FIELDS,
-    REQUEST_HINTS,
-    REQUEST_NAMES,
-    UNSET,
-    does_nothing,
-)
 from longspec.inference.token_options import BIAS_RANGE, MOST_NGRAM, PENALTY_RANGE, REPETITION_RANGE
 
 NOT_SUPPORTED = "not supported by this server; leave it out"
@@ -97,14 +86,16 @@ class Strict(BaseModel):
         kept = {}
         for name, value in values.items():
             name = encodable(str(name))  # pydantic takes no lone surrogates
-            if (field_name := cls.other_names.get(name)) is not None and values.get(field_name) in UNSET:
+            if (field_name := cls.other_names.get(name)) is not None and values.get(field_name) in known.UNSET:
                 name = field_name
             own = cls.model_fields.get(name)
             if own is not None and own.is_required():
                 kept[name] = value
-            elif value in UNSET:
+            elif value in known.UNSET:
                 continue
-            elif own is None and (not does_nothing(value, cls.neutral[name]) if name in cls.neutral else cls.is_closed):
+            elif own is None and (
+                not known.does_nothing(value, cls.neutral[name]) if name in cls.neutral else cls.is_closed
+            ):
                 # A client that takes the answer for one that obeys the field would be misled.
                 field = {"field": name[:NAME_CHARACTERS]}
                 raise PydanticCustomError("unsupported", NOT_SUPPORTED, field)
@@ -144,8 +135,8 @@ class Extension(Strict):
 class _Generation(Strict):
     """Sampling fields that are None have the server's defaults."""
 
-    hints: ClassVar = REQUEST_HINTS
-    other_names: ClassVar = REQUEST_NAMES
+    hints: ClassVar = known.REQUEST_HINTS
+    other_names: ClassVar = known.REQUEST_NAMES
 
     model: Text | None = None
     n: Count = 1
@@ -193,7 +184,7 @@ class _Generation(Strict):
         return False
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> _Generation:
+    def _check_combinations(self) -> "_Generation":
         if self.best_of not in (None, 1, self.n):
             raise PydanticCustomError("unsupported", NOT_SUPPORTED, {"field": "best_of"})
         if self.stream_options is not None and not self.stream:
@@ -202,15 +193,15 @@ class _Generation(Strict):
 
 
 class TextPart(Strict):
-    hints: ClassVar = PART_HINTS
+    hints: ClassVar = known.PART_HINTS
 
     type: Literal["text"]
     text: Text
 
 
 class Message(Strict):
-    hints: ClassVar = MESSAGE_HINTS
-    neutral: ClassVar = MESSAGE_FIELDS
+    hints: ClassVar = known.MESSAGE_HINTS
+    neutral: ClassVar = known.MESSAGE_FIELDS
 
     role: Literal["system", "developer", "user", "assistant"]
     content: list[TextPart]
@@ -220,7 +211,7 @@ class Message(Strict):
     def _list_parts(cls, values: Any) -> Any:
         """Text is one part. An assistant's turn may lack its content, as one that only called tools does."""
         content = values.get("content") if isinstance(values, dict) else None
-        if isinstance(values, dict) and values.get("role") == "assistant" and content in UNSET:
+        if isinstance(values, dict) and values.get("role") == "assistant" and content in known.UNSET:
             return {**values, "content": []}
         return {**values, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else values
 
@@ -232,7 +223,7 @@ class Message(Strict):
 class ChatRequest(_Generation):
     """The body of /v1/chat/completions."""
 
-    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (False,)}
+    neutral: ClassVar = {**known.REQUEST_FIELDS, "add_special_tokens": (False,)}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: TokenLimit | None = None
@@ -252,7 +243,7 @@ class ChatRequest(_Generation):
         return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatRequest:
+    def _check_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("unsupported", "only with logprobs", {"field": "top_logprobs"})
         return self
@@ -261,7 +252,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """The body of /v1/completions."""
 
-    neutral: ClassVar = {**REQUEST_FIELDS, "add_special_tokens": (True,)}
+    neutral: ClassVar = {**known.REQUEST_FIELDS, "add_special_tokens": (True,)}
 
     prompt: Prompts
     """Each is a str or a list[int]."""
@@ -288,7 +279,7 @@ class CompletionRequest(_Generation):
         return self.max_tokens == 0
 
     @model_validator(mode="after")
-    def _check_limit(self) -> CompletionRequest:
+    def _check_limit(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             message = "should be greater than or equal to 1, or 0 with echo"
             raise PydanticCustomError("unsupported", message, {"field": "max_tokens"})

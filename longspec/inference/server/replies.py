@@ -1,7 +1,5 @@
 """The bodies of answers in OpenAI's format, whole and in chunks."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -32,8 +30,7 @@ class Replies:
 
     def __init__(self, model: str, tokenizer: Any, logprobs: int | None, extended: bool, usage: bool) -> None:
         """logprobs: alternatives per token; None tells no log-probabilities. extended: whether chunks have the field
-        `longspec`. usage: whether a last chunk counts the tokens.
-        """
+        `longspec`. usage: whether a last chunk counts the tokens."""
         self.tokenizer, self.logprobs, self.extended, self.usage = tokenizer, logprobs, extended, usage
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._lengths: dict[int, int] = {}
@@ -112,14 +109,8 @@ class Replies:
     def _extension(self, delta: Delta) -> Body:
         body: Body = {"tokens": [{"text": piece.text, "origin": piece.origin} for piece in delta.pieces]}
         if delta.tree is not None:
-            tree = delta.tree
-            texts = [self.tokenizer.decode([token]) for token in tree.tokens]
-            body["tree"] = {
-                "texts": texts,
-                "parents": tree.parents,
-                "accepted": tree.accepted,
-                "origins": tree.origins,
-            }
+            tree = asdict(delta.tree)
+            body["tree"] = {"texts": [self._token(token) for token in tree.pop("tokens")], **tree}
         if delta.timings is not None:
             body["timings"] = asdict(delta.timings)
         return body
@@ -129,11 +120,8 @@ class ChatReplies(Replies):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def opening(self, choices: int) -> list[Body]:
-        delta = {"role": "assistant", "content": ""}
-        return [
-            self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-            for index in range(choices)
-        ]
+        fields = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": index, **fields}]) for index in range(choices)]
 
     def _choice(self, text: str) -> Body:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}

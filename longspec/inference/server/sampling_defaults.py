@@ -1,7 +1,5 @@
 """The sampling settings of requests that name none: those of the target's generation config, as in vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -30,7 +28,7 @@ class SamplingDefaults:
     """Those of `token_options.TOKEN_OPTIONS` that have an effect."""
 
     @classmethod
-    def read(cls, config: GenerationConfig, vocab: int) -> SamplingDefaults:
+    def read(cls, config: GenerationConfig, vocab: int) -> "SamplingDefaults":
         """Raises UserError for a value of a wrong type or outside its range. vocab: size of the vocabulary."""
         names = ("temperature", *FILTERS, "max_new_tokens", *TOKEN_OPTIONS)
         known = {name: value for name in names if (value := getattr(config, name, None)) is not None}

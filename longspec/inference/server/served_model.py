@@ -1,7 +1,5 @@
 """The model that a server answers for: its names, its tokenizer, and how it reads prompts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -136,11 +134,8 @@ class ServedModel:
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
         room = self.positions - len(prompt)
-        new_tokens = (
-            1
-            if body.drops_answer
-            else body.token_limit or min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
-        )
+        default = min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+        new_tokens = 1 if body.drops_answer else body.token_limit or default
         if new_tokens == -1:
             new_tokens = room
         if new_tokens > room or room < 1:

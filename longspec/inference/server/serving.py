@@ -1,10 +1,9 @@
 """Running the application with uvicorn: the socket, the addresses that are safe, and the end."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import sys
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,10 +24,8 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_hosts(host: str, api_key: str | None) -> list[str]:
-    """The names under which clients may address a server; "*" are all.
-
-    A web page can make a name of its own resolve to 127.0.0.1, so a server without a key answers to its own names only.
-    """
+    """The names under which clients may address a server; "*" are all. A web page can make a name of its own resolve to
+    127.0.0.1, so a server without a key answers to its own names only."""
     return ["*"] if api_key is not None else list(dict.fromkeys((*LOOPBACK_NAMES, host)))
 
 
@@ -70,20 +67,9 @@ class _Server(uvicorn.Server):
 
 
 def http_server(app: FastAPI, drain_seconds: int) -> uvicorn.Server:
-    """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end.
-
-    SIGTERM and SIGINT close the sockets, let running and queued requests finish for up to `drain_seconds`, and are
-    raised again afterwards, so that the command ends as after any signal. A second SIGINT cancels the requests.
-    """
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        ws="none",
-        http="h11",
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_seconds,
-    )
-    return _Server(config)
+    """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end. SIGTERM and SIGINT close
+    the sockets, let running and queued requests finish for up to `drain_seconds`, and are raised again afterwards, so
+    that the command ends as after any signal. A second SIGINT cancels the requests."""
+    chosen: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": "h11", "log_level": "warning"}
+    chosen |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
+    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))

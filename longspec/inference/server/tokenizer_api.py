@@ -1,7 +1,5 @@
 """The tokenizer over HTTP, as vLLM serves it: clients that evaluate a model then need no copy of it."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Executor
 from typing import Any
