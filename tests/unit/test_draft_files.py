@@ -8,7 +8,6 @@ import safetensors.torch
 import torch
 from pairs import OPTIONS, make_pair, tiny_config
 from safetensors.torch import save_file
-from tiny_tokenizer import byte_tokenizer
 from transformers import AutoConfig
 
 from longspec.errors import UserError
@@ -20,7 +19,6 @@ from longspec.models.families import family_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_sample import take_sample
 from longspec.models.weight_files import read_metadata
-from longspec.train.checkpoint import _write_draft
 
 PUBLISHED_NAMES = (
     [f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")]
@@ -129,7 +127,7 @@ def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
         assert pair.draft_model.window == window
 
 
-@pytest.mark.parametrize("form", ["pth", "checkpoint", "hub", "file of the hub's folder"])
+@pytest.mark.parametrize("form", ["pth", "hub", "file of the hub's folder"])
 def test_options_survive_extraction(tmp_path: Path, form: str) -> None:
     """Also where the weight file alone is moved: then no configuration says them."""
     options = DraftOptions(64, (1, 0), True)
@@ -138,9 +136,6 @@ def test_options_survive_extraction(tmp_path: Path, form: str) -> None:
     if form == "pth":
         save_draft_file(state, tmp_path / "out" / "x.pth", options)
         draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
-    elif form == "checkpoint":
-        _write_draft(tmp_path / "checkpoint-last", state, options, None, byte_tokenizer())
-        draft = (tmp_path / "checkpoint-last" / "draft_model_weights.pth").rename(tmp_path / "moved.pth")
     else:
         save_draft_folder(state, pair.config, tmp_path / "hub", options)
         draft = tmp_path / "hub"
