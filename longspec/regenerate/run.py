@@ -4,7 +4,6 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
@@ -15,7 +14,6 @@ from typing import Any
 
 from longspec.data.prompts import PromptFiles
 from longspec.data.record_fields import unread_note
-from longspec.data.records import Record
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.device import versions
@@ -81,14 +79,10 @@ def regenerate(
 
 
 def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count: Count) -> None:
-    def done(shard: int, records: list[Record], dropped: Counter[str]) -> None:
-        shards.write(shard, records, dropped)
-        count(0, len(shards.range(shard)))
-
     # The last answers of a call leave most rows idle, so that a call has many batches.
     most = max(1, BATCHES * writer.settings.batch_size // writer.settings.shard_size)
     while group := {shard: shards.range(shard) for shard in islice(own, most)}:
-        writer.write_shards(group, done, lambda tokens: count(tokens, 0))
+        writer.write_shards(group, shards.write, count)
 
 
 def _prepare(

@@ -19,8 +19,8 @@ from longspec.inference.request import Sampling, row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int], object]
-"""Called with the number of new tokens since the last call."""
+Progress = Callable[[int, int], object]
+"""Called with the number of new tokens and of finished prompts since the last call."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 
@@ -93,11 +93,13 @@ class Writer:
                     shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
+            progress(0, len(shard.rows) - len(shard.requests))  # dropped without an answer
         owners = [shard for shard in shards for _ in shard.requests]
         left = Counter(shard.number for shard in owners)
 
         def finish(number: int) -> None:
             shard = owners[number]
+            progress(0, 1)
             left[shard.number] -= 1
             if not left[shard.number]:
                 done(shard.number, self._records(shard), shard.dropped)
@@ -120,7 +122,7 @@ class Writer:
 
         def take(number: int, event: Tokens) -> None:
             answers[number] += event.ids
-            progress(len(event.ids))
+            progress(len(event.ids), 0)
 
         listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)

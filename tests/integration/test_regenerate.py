@@ -93,6 +93,24 @@ def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> Non
     assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
 
 
+def test_progress_counts_each_prompt_once_and_as_soon_as_its_answer_is_complete(
+    target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also prompts that get no answer, because their user turn is dropped."""
+    counts: list[int] = []
+    write = Writer.write_shards
+
+    def watched(self: Writer, rows: Any, done: Any, progress: Any) -> None:
+        write(self, rows, done, lambda tokens, finished: counts.append(finished))
+
+    monkeypatch.setattr(Writer, "write_shards", watched)
+    regenerate(settings(target, tmp_path / "turns", count=16, shard_size=8))
+    assert sum(counts) == 16
+    counts.clear()
+    regenerate(settings(target, tmp_path / "questions", files=(str(questions),), shard_size=16))
+    assert sum(counts) == counts.count(1) == 11
+
+
 def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, questions: Path, tmp_path: Path) -> None:
     written = read(regenerate(settings(target, tmp_path, files=(str(questions),), temperatures=(1.0,))))
     by_source = {record["source_id"]: record for record in written}
