@@ -105,8 +105,9 @@ def measure(run: Run, generate: Generate) -> dict[str, Any]:
     """Decoding tokens/s of one prompt by context, tokens/s of many prompts from start to end, and the answers."""
     single, answers = {}, []
     for context, prompts in run.prompts.items():
+        # An engine may compile or capture by size. A reversed prompt has the size, but not an answer to draft from.
         for prompt, tokens in product(prompts[:SINGLE_PROMPTS], (1, run.tokens)):
-            generate([prompt], tokens)  # warms up: an engine may compile or capture by size
+            generate([prompt[::-1]], tokens)
         whole = first = 0.0
         for prompt in prompts[:SINGLE_PROMPTS]:
             start = perf_counter()
@@ -121,7 +122,7 @@ def measure(run: Run, generate: Generate) -> dict[str, Any]:
     shortest = next(iter(run.prompts.values()))
     for rows in run.concurrent:
         batch = [shortest[row % len(shortest)] for row in range(rows)]
-        generate(batch, run.tokens)  # warms up
+        generate([prompt[::-1] for prompt in batch], run.tokens)
         start = perf_counter()
         answers += generate(batch, run.tokens)
         many[str(rows)] = rows * run.tokens / (perf_counter() - start)

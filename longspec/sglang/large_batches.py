@@ -1,11 +1,11 @@
-"""Smaller trees in larger batches: a GPU reads a few hundred tokens in the time of one, and more take longer."""
+"""Smaller trees in larger batches: a GPU reads about a hundred tokens in the time of one, and more take longer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-VERIFIED_TOKENS = 256
+VERIFIED_TOKENS = 128
 """Number of tokens per verification, over all requests, up to which trees are whole."""
 READ_TOKENS = 64
 """Number of nodes per level, over all requests, up to which the draft reads all of them."""

@@ -209,15 +209,15 @@ def test_in_larger_batches_only_the_best_nodes_of_a_level_get_children() -> None
 
 def test_larger_batches_verify_smaller_trees() -> None:
     sizes = VerifySizes(5, 32, 4)
-    assert [sizes.of(batch) for batch in (1, 8, 9, 32, 64, 65)] == [(5, 32), (5, 32), (4, 16), (3, 8), (2, 4), (0, 1)]
-    assert all(batch * sizes.of(batch)[1] <= VERIFIED_TOKENS for batch in range(1, 257))
+    assert [sizes.of(batch) for batch in (1, 4, 5, 16, 32, 33)] == [(5, 32), (5, 32), (4, 16), (3, 8), (2, 4), (0, 1)]
+    assert all(batch * sizes.of(batch)[1] <= VERIFIED_TOKENS for batch in range(1, VERIFIED_TOKENS + 1))
     assert VerifySizes(5, 6, 1).of(64) == (0, 1)
-    assert VerifySizes(8, 32, 2).of(16) == (5, 16)  # 4 levels of 2 children per node have 15 nodes
+    assert VerifySizes(8, 32, 2).of(8) == (5, 16)  # 4 levels of 2 children per node have 15 nodes
 
 
 def test_a_level_has_as_many_nodes_as_can_be_verified() -> None:
     assert VerifySizes(5, 32, 4).shape(1) == (4, 16, 16, 16, 16)
-    assert VerifySizes(5, 32, 4).shape(32) == (4, 6, 5)
+    assert VerifySizes(5, 32, 4).shape(16) == (4, 6, 5)
     assert VerifySizes(4, 5, 1).shape(1) == (1, 1, 1, 1)
 
 
