@@ -97,8 +97,11 @@ def run_alone(run: Run, python: str, limit: float) -> dict[str, Any]:
     try:
         return json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
-        print(errors[-2000:], file=sys.stderr)
-        return {"error": (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1][:200]}
+        # Engines report errors of their processes in their logs, on either stream.
+        lines = [line for line in f"{output}\n{errors}".splitlines() if line.strip()]
+        print("\n".join(lines[-60:]), file=sys.stderr)
+        named = [line for line in lines if "Error" in line] or lines or [f"exit status {process.returncode}"]
+        return {"error": named[-1].strip()[:200]}
 
 
 def is_installed(engine: str, python: str) -> bool:

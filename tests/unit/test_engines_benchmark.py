@@ -30,6 +30,8 @@ def test_decoding_excludes_the_prompt_and_concurrent_prompts_repeat(monkeypatch:
     assert result["single"] == {"chat": 1.0, "4k": 1.0}
     assert batches[-1] == [[1, 2], [3], [1, 2]] and result["concurrent"] == {"3": 15 / 55}
     assert [answer[0] for answer in result["answers"]] == [1, 3, 4, 1, 3, 1]
+    # An engine that drafts from earlier answers has not answered a prompt before it counts.
+    assert batches[:4] == [[[2, 1]], [[2, 1]], [[3]], [[3]]]
 
 
 def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
@@ -44,6 +46,13 @@ def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
     text = engines.table(rows, ["chat"], [8]).splitlines()
     assert text[3] == "| sglang | glide | defaults | 1,234 | 5 | 1/2 |"
     assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
+
+
+def test_a_failure_is_the_last_error_in_the_log(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ValueError: no kernel'\necho '(worker) ends' >&2\nexit 1\n")
+    python.chmod(0o755)
+    assert engines.run_alone(run_of(), str(python), limit=60) == {"error": "ValueError: no kernel"}
 
 
 def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:
