@@ -61,7 +61,7 @@ def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: 
         out = generate(model, ids, mask, **(SETTINGS | {"max_new_tokens": 60}))
         assert [new.tolist() for new in out.new_tokens] == expected
         assert set(out.stats.rounds_by_plan) == {
-            plan.name for plan in plans_for(Drafting("auto", (3, 6, 6)), device == "cpu")
+            plan.name for plan in plans_for(Drafting("auto", (3, 6, 6)), device == "cpu", len(rows))
         }
         assert sum(out.stats.rounds_by_plan.values()) == max(out.stats.row_rounds)
 
@@ -205,12 +205,15 @@ def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
 
 
 def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> None:
-    """The largest tree and the lookup chains, in `generate` and on a server."""
-    assert [plan.name for plan in plans_for(Drafting("auto", tree_nodes=20), on_cpu=False)] == [
+    """The largest tree and the lookup chains, in `generate`, in a large batch, and on a server."""
+    assert [plan.name for plan in plans_for(Drafting("auto", tree_nodes=20), on_cpu=False, rows=1)] == [
         *("vanilla", "lookup 5", "lookup 16", "tree 16 of 2 levels", "tree 16 of 5 levels"),
         *("tree 20 of 3 levels", "tree 20 of 5 levels"),
     ]
-    served = plans_for(Drafting("auto", gamma=7, has_draft=False), on_cpu=True, is_served=True)
+    assert [plan.name for plan in plans_for(Drafting("auto"), on_cpu=False, rows=16)][3:] == [
+        *("tree 4 of 2 levels", "tree 8 of 3 levels", "tree 16 of 5 levels", "tree 32 of 5 levels"),
+    ]
+    served = plans_for(Drafting("auto", gamma=7, has_draft=False), on_cpu=True, rows=1, is_served=True)
     assert [plan.name for plan in served] == ["vanilla", "lookup 8"]
     ids, _, (row,) = ragged_prompts(20)
     model = make_pair(tmp_path)

@@ -17,7 +17,8 @@ from longspec.models.glide import GlideMixin
 
 VOCAB = 7
 PLANS = {
-    plan.name for plan in plans_for(Drafting("auto", SMALL["tree_shape"], SMALL["gamma"]), on_cpu=True, is_served=True)
+    plan.name
+    for plan in plans_for(Drafting("auto", SMALL["tree_shape"], SMALL["gamma"]), on_cpu=True, rows=1, is_served=True)
 }
 
 

@@ -21,6 +21,8 @@ LOOKUPS: tuple[Plan, ...] = (Plan("lookup", 5), Plan("lookup", 16))
 """Chains from prompt lookup of 4 and 15 tokens."""
 TREES: tuple[tuple[int, int | None], ...] = ((16, 2), (16, None), (32, 3), (32, None), (64, None))
 """Nodes and levels of the draft trees, in increasing order; None for all levels. Fewer levels take less time."""
+MANY_ROWS, MANY_ROWS_TREES = 16, ((4, 2), (8, 3), (16, None), (32, None))
+"""Number of rows from which a batch has these trees: a GPU verifies about a hundred tokens in the time of one."""
 CPU_TREES = ((6, 2), (12, 4))
 """The trees on a CPU, where the time of a round soon grows with the number of nodes: one and two times the tokens that
 `kernels.native` multiplies at once."""
@@ -31,10 +33,12 @@ SERVED_LOOKUPS, SERVED_TREES = LOOKUPS[-1:], ((16, 2), (32, 3), (32, None))
 MOST_NODES = max(nodes for nodes, _ in TREES)
 
 
-def plans_for(drafting: Drafting, on_cpu: bool, is_served: bool = False) -> tuple[Plan, ...]:
-    """The plans of a target, of which a server has fewer: vanilla, lookup, and trees from the smallest to the largest
+def plans_for(drafting: Drafting, on_cpu: bool, rows: int, is_served: bool = False) -> tuple[Plan, ...]:
+    """The plans of a batch, of which a server has fewer: vanilla, lookup, and trees from the smallest to the largest
     if there is a draft."""
-    lookups, trees = (SERVED_LOOKUPS, SERVED_TREES) if is_served else (LOOKUPS, TREES)
+    lookups, trees = LOOKUPS, TREES if rows < MANY_ROWS else MANY_ROWS_TREES
+    if is_served:
+        lookups, trees = SERVED_LOOKUPS, SERVED_TREES
     if drafting.gamma != DEFAULT_GAMMA:
         lookups = (Plan("lookup", drafting.gamma + 1),)
     if not drafting.has_draft:

@@ -46,7 +46,7 @@ def new_drafter(runner: Runner, drafting: Drafting, rows: int, sampler: Sampler,
     rounds exist for several batch sizes and ways to sample."""
     if drafting.method != AUTO:
         return make_drafter(drafting, runner, rows, sampler)
-    plans = plans_for(drafting, runner.device.type == "cpu", is_served)
+    plans = plans_for(drafting, runner.device.type == "cpu", rows, is_served)
     return PlanDrafters(runner, rows, sampler, plans, drafting)
 
 
