@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError, first_line, os_errors
 from longspec.signals import StopSignals
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,12 @@ def from_every_rank(value: T) -> list[T]:
 
 def check_shared(folder: Path, label: str = "") -> None:
     """End all ranks with an error unless all of them see what rank 0 writes to a folder. label: precedes its name."""
-    mark = folder / from_rank_zero(lambda: Path(tempfile.mkdtemp(prefix=".shared-", dir=folder)).name)
+
+    def write_mark() -> str:
+        with os_errors(f"{label}{folder} cannot be written"):
+            return Path(tempfile.mkdtemp(prefix=".shared-", dir=folder)).name
+
+    mark = folder / from_rank_zero(write_mark)
     views = from_every_rank((mark.exists(), socket.gethostname()))
     others = [f"{rank} (on {host})" for rank, (sees_mark, host) in enumerate(views) if not sees_mark]
 

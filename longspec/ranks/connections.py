@@ -86,7 +86,9 @@ def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socke
         try:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             caller, _ = server.accept()
-        except TimeoutError as error:
+        except OSError as error:
+            if not isinstance(error, TimeoutError) and time.monotonic() < deadline:
+                continue  # a caller that has hung up already
             missing = count - len(ranks)
             raise UserError(f"{missing} of {count} ranks did not connect to rank 0 within {CONNECT_S} s") from error
         caller.settimeout(GREETING_S)

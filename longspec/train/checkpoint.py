@@ -47,7 +47,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, run: Run) -> None:
     """Save the newest generation of `run`. All ranks call it; each writes its shard and rank 0 everything else.
 
-    Raises UserError if a file cannot be written. The earlier generations stay as they are in that case.
+    Raises UserError if a file cannot be written, or if rank 0 does not see the shards of all ranks. The earlier
+    generations stay as they are in that case.
     """
     output = Path(config.output_dir)
     state_folder, draft_folder = output / STATES[0], output / DRAFTS[0]
@@ -57,6 +58,12 @@ def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, progress: 
             complete_saves(output)
 
     def complete() -> None:
+        shards = sorted(state_folder.rglob("*_optim_states.pt"))
+        if len(shards) != progress.world_size:
+            raise UserError(
+                f"{state_folder}: rank 0 sees {len(shards)} of the {progress.world_size} shards that the ranks wrote; "
+                "output_dir must be one folder that all hosts share"
+            )
         target = engine.module.draft_target
         with _write_errors(output, progress):
             _write_draft(draft_folder, draft, config, target, tokenizer)

@@ -26,6 +26,8 @@ from longspec.train.recipe import MUON_FROM, muon_fits
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "muon")
+LARGEST = 2**64
+"""Integers are less: torch takes no larger seed."""
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 POSITIVE = (
@@ -60,12 +62,12 @@ def _check_numbers(config: TrainConfig) -> None:
         value = OmegaConf.select(values, key)
         if value is None:  # some lengths and sizes may be null
             continue
-        _require(math.isfinite(value), key, "must be finite", value)
+        is_usable = value < LARGEST if isinstance(value, int) else math.isfinite(value)
+        _require(is_usable, key, "must be finite, and an integer less than 2^64", value)
         if key in POSITIVE:
             _require(value > 0, key, "must be positive", value)
         else:
             _require(value >= 0, key, "must not be negative", value)
-    _require(config.seed < 2**64, "seed", "must be less than 2^64, as torch requires", config.seed)
     _require(0 <= config.warmup_ratio <= 1, "warmup_ratio", "must be in 0 … 1", config.warmup_ratio)
     # A beta of 1 would divide by zero in Adam's bias correction.
     two_betas = len(config.adam_betas) == 2 and all(0 <= beta < 1 for beta in config.adam_betas)

@@ -134,7 +134,7 @@ def _make_aligner(number: int, entry: Any) -> Aligner:
     arguments = {name: value for name, value in entry.items() if name != "_target_"}
     try:
         return getattr(data_aligners, function.rpartition(".")[2])(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{key}: cannot make an aligner ({error})") from error
 
 

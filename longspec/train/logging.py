@@ -165,10 +165,6 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:
     mode: Any = os.environ.get("WANDB_MODE") or config.wandb.mode
-    # Asks no question, and does not wait for the server.
-    if mode == "auto" and not wandb.login(prompt=False, verify=False):
-        logger.info("W&B: nobody is logged in, so this run is logged offline (run `wandb login`, later `wandb sync`)")
-        mode = "offline"
     settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_S)
     arguments: dict[str, Any] = {
         "project": config.wandb.project,
@@ -178,6 +174,10 @@ def _start_wandb(folder: Path, config: TrainConfig) -> Any:
         "settings": settings,
     }
     try:
+        # Asks no question, and does not wait for the server.
+        if mode == "auto" and not wandb.login(prompt=False, verify=False):
+            logger.info("W&B: nobody is logged in, so this run is logged offline (`wandb login`, later `wandb sync`)")
+            mode = "offline"
         return wandb.init(mode="online" if mode == "auto" else mode, **arguments)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         logger.warning("W&B: %s; this run is logged offline, in %s/wandb", first_line(error), folder)

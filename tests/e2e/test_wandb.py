@@ -46,3 +46,7 @@ def test_nobody_is_logged_in(tmp_path: Path) -> None:
 def test_the_server_takes_the_connection_and_never_answers(silent_server: int, tmp_path: Path) -> None:
     given = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent_server}", "WANDB_API_KEY": "a" * 40}
     assert "this run is logged offline" in logged(tmp_path, **given)
+
+
+def test_a_malformed_key(tmp_path: Path) -> None:
+    assert "this run is logged offline" in logged(tmp_path, WANDB_API_KEY="short")

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -342,6 +343,25 @@ def stored_config(*groups: str, **overrides: str) -> TrainConfig:
     given = {"model_name_or_path": "target", "output_dir": "out", "data.files": "[x.jsonl]"} | overrides
     values = OmegaConf.from_dotlist([f"{key}={value}" for key, value in given.items()])
     return typed(OmegaConf.merge(composed(*groups), values))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_without_a_ranks_shard_is_not_whole(
+    one_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host may lose the shared folder during a run, and its rank then writes to a disk of its own."""
+
+    def save(folder: str, tag: str, **_: object) -> None:
+        (Path(folder) / tag).mkdir(parents=True)
+        (Path(folder) / tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+
+    module = SimpleNamespace(draft_model=torch.nn.Linear(1, 1), draft_target=None)
+    engine = SimpleNamespace(save_checkpoint=save, module=module)
+    write(tmp_path / STATES[1], 2)
+    write(tmp_path / DRAFTS[1], 2)
+    with pytest.raises(SystemExit):
+        save_checkpoint(engine, None, stored_config(output_dir=str(tmp_path)), progress(3), ANY_RUN)
+    assert "rank 0 sees 1 of the 2 shards that the ranks wrote" in capsys.readouterr().err
+    assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
 
 
 def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("+data.templates.gov_report='{prompt}'", "data.templates.gov_report"),
         ("data.overflow=drop", "data.overflow"),
         (f"seed={2**70}", "seed"),
+        (f"max_steps={10**400}", "max_steps"),
         ("output_dir=", "output_dir"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("loss=mse", "loss"),

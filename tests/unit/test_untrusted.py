@@ -173,7 +173,8 @@ def test_only_pair_classes_are_called(name: str) -> None:
 def test_only_aligners_are_called(tmp_path: Path) -> None:
     touch = {"_target_": "pathlib.Path.touch", "_args_": [{"_target_": "pathlib.Path", "_args_": [f"{tmp_path}/ran"]}]}
     rename = {"_target_": "longspec.data.aligners.rename_fields_aligner", "names": touch}
-    refusal(lambda: _make_aligner(0, touch), "config key data.aligners[0]")
+    for entry in (touch, rename | {"names": ["body"]}):
+        refusal(lambda entry=entry: _make_aligner(0, entry), "config key data.aligners[0]")  # type: ignore[misc]
     assert callable(_make_aligner(0, rename))
     assert not (tmp_path / "ran").exists()
 
