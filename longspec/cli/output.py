@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
 from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
-from longspec.replacing import write_atomically
+from longspec.replacing import replacing
 
 
 class StdoutLines:
@@ -67,5 +67,6 @@ def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     line = json.dumps(summary, ensure_ascii=False)
     if str(path) == "-":
         print(line, file=sys.stderr)
-    else:
-        write_atomically(path, line + "\n")
+        return
+    with os_errors(f"--json {path}: cannot be written"), replacing(path) as unfinished:
+        unfinished.write_text(line + "\n")
