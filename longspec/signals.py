@@ -71,6 +71,8 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
         if self.received is None:
             self.received = number
+            if not self.at_once and sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), b"\nfinishing what runs; Ctrl-C ends at once\n")
         if self.at_once and not self._raised:
             self._raised = True
             raise SystemExit(exit_code(self.received))

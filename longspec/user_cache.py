@@ -16,4 +16,6 @@ def user_cache(kind: str) -> Path:
 @cache
 def announce_first_use() -> None:
     """Log the notice, once per process. Called before kernels are compiled or rounds are measured."""
-    logger.warning("first use: kernels are compiled and rounds measured, which takes some seconds and is kept")
+    logger.warning(
+        "kernels are compiled and rounds measured for this model, device and batch size; it takes some seconds, once"
+    )

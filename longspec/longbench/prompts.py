@@ -68,7 +68,8 @@ def read_prompt(file: str | Path, task: str) -> str:
     try:
         prompts = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--prompt_file: {file} is not a readable JSON file ({first_line(error)})") from error
+        reason = first_line(error)
+        raise UserError(f"--prompt_file: {file} is not a readable JSON file {{task: prompt}} ({reason})") from error
     if not isinstance(prompts, dict) or task not in prompts:
         raise UserError(f"--prompt_file: {file} has no prompt for {task}; it must be an object {{task: prompt}}")
     # LongBench's records all have `context` and `input`, even where its own prompt quotes one.

@@ -84,7 +84,7 @@ def check_reachable(hub_id: str, revision: str | None = None) -> None:
         return  # an answer of the hub, or offline mode, which transformers explains
     except Exception as error:  # the HTTP client's errors have no base class that all versions share
         reason = f"{type(error).__name__}: {first_line(error)}"
-        advice = "check the network, or give a target's folder"
+        advice = f"check the network, or give a target's folder, or one of {', '.join(PACKAGED)}"
         raise UserError(f"{hub_id}: no such folder, and the hub cannot be reached ({reason}); {advice}") from error
 
 

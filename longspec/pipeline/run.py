@@ -5,6 +5,7 @@ Each step continues what an earlier run has left, or finds it done.
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -46,6 +47,10 @@ Steps = dict[str, Callable[[], object]]
 
 def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
+    for name in ("hours", "contexts"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name} {value}: must be a positive number")
     options.target = _absolute(options.target)
     options.evaluate = options.evaluate and _absolute(options.evaluate)
     text = TargetText.load(options.target)

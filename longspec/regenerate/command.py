@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
         for name, value in options.items()
         if name not in COMMAND_OPTIONS
     }
-    note = "; the same command continues after the last complete shard"
+    note = f"; the same command continues after the last complete shard of {settings['shard_size']} prompts"
     with (
         StopSignals(at_once=True, note=note) as stop,
         shared_target(tp_size, device, stop),

@@ -1,6 +1,7 @@
 """The plan of `longspec draft`: sizes that follow from target, machine and hours, and its refusals."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,15 @@ def test_a_target_without_a_chat_template_is_refused(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit):
         command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
     assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("option", "value"), [("hours", "nan"), ("hours", "inf"), ("hours", "0"), ("contexts", "-5")])
+def test_times_and_lengths_that_are_not_positive_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["target", f"--{option}={value}", "--dry_run"])
+    assert re.fullmatch(rf"error: --{option} \S+: must be a positive number\n", capsys.readouterr().err)
 
 
 def test_a_dry_run_prints_a_file_for_config(
