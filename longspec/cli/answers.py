@@ -185,10 +185,10 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
 
         def take(row: int, event: Tokens) -> None:
             answers[row] += event.ids
+            count(len(event.ids), 0)
 
         def finish(row: int, own_stats: GenerationStats) -> None:
-            new = results.add([run.line(own[row], answers[row])])
-            count(sum(line["new_tokens"] for line in new), len(new))
+            count(0, len(results.add([run.line(own[row], answers[row])])))
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
         listener = Listener(take, finish, job.is_stopped, in_blocks=True)
