@@ -152,7 +152,7 @@ app.command(
 @reports_user_errors
 def main() -> None:
     """Run the command line. A stop signal ends a command with 128 + its number, after its current work is saved."""
-    with StopSignals(at_once=True):
+    with StopSignals(at_once=True, note=""):
         try:
             sys.exit(app(sys.argv[1:] or ["--help"], prog_name="longspec", standalone_mode=False))
         except UsageError as error:
