@@ -18,6 +18,10 @@ def exit_code(signal_number: int) -> int:
     return 128 + signal_number
 
 
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def handled(number: int, handler: Any) -> Iterator[None]:
     """Context in which a signal has another handler. For the main thread."""
@@ -32,8 +36,9 @@ def handled(number: int, handler: Any) -> Iterator[None]:
 class StopSignals:
     """Context manager that records requests to stop.
 
-    A second SIGINT kills the process. A signal that is ignored on entry stays ignored (`nohup` ignores SIGHUP). Outside
-    the main thread, where Python allows no handlers, the context does nothing.
+    A second SIGINT kills the process; on a terminal, the first one says so. A signal that is ignored on entry stays
+    ignored (`nohup` ignores SIGHUP). Outside the main thread, where Python allows no handlers, the context does
+    nothing.
     """
 
     received: int | None = None
@@ -61,7 +66,7 @@ class StopSignals:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._handlers.close()
-        says = self._note is not None and self.at_once and os.environ.get("RANK", "0") == "0"
+        says = self._note is not None and self.at_once and _is_first_rank()
         if says and self.received is not None and kind is not None and issubclass(kind, SystemExit):
             print(f"stopped by {signal.Signals(self.received).name}{self._note}", file=sys.stderr)
 
@@ -69,10 +74,11 @@ class StopSignals:
         if number == signal.SIGINT:
             # The default handler acts on a second SIGINT even while the main thread is inside a C call.
             signal.signal(number, signal.SIG_DFL)
+            if self.received is None and not self.at_once and _is_first_rank() and sys.stderr.isatty():
+                # Not print, which the signal may have interrupted.
+                os.write(sys.stderr.fileno(), b"\nstopping after the current work; Ctrl-C again ends it at once\n")
         if self.received is None:
             self.received = number
-            if not self.at_once and sys.stderr.isatty():
-                os.write(sys.stderr.fileno(), b"\nfinishing what runs; Ctrl-C ends at once\n")
         if self.at_once and not self._raised:
             self._raised = True
             raise SystemExit(exit_code(self.received))

@@ -154,7 +154,7 @@ def open_pair(
         report_ignored(model.generation_config, name, applied, _note)
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
-    stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model.generation_config.eos_token_id)))
+    stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model)))
     settings: tuple[Any, ...] = {}, source.deterministic, applied or ()
     return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, *settings)
 

@@ -61,14 +61,15 @@ def content_digests(files: Files) -> list[list[str]]:
 
 def first_lines(digests: Sequence[Sequence[str]], count: int) -> list[Line]:
     """The first `count` non-blank lines of the files of `content_digests`. Raises UserError if all are blank."""
-    lines = list(islice((line for path, _ in digests for line in _lines(path)), count))
+    lines = list(islice((line for path, _ in digests for line in text_lines(path)), count))
     if not lines:
         names = ", ".join(path for path, _ in digests[:3])
         raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
     return lines
 
 
-def _lines(path: str) -> Iterator[Line]:
+def text_lines(path: str) -> Iterator[Line]:
+    """The non-blank lines of a file."""
     with open(path, "rb") as handle:
         yield from ((path, number, raw) for number, raw in enumerate(handle, 1) if raw.strip())
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from longspec.data.lines import text_lines
 from longspec.errors import UserError
 
 T = TypeVar("T")
@@ -85,13 +86,11 @@ def parse_record(path: str, line: int, raw: bytes) -> Record:
 
 def read_records(path: str | Path, read: Callable[[Record], T]) -> Iterator[T]:
     """What `read` makes of the record on each non-blank line. Raises UserError with file, line and field."""
-    with open(path, "rb") as handle:
-        for number, raw in enumerate(handle, 1):
-            if raw.strip():
-                record = parse_record(str(path), number, raw)
-                with located(str(path), number):
-                    value = read(record)
-                yield value
+    for line in text_lines(str(path)):
+        record = parse_record(*line)
+        with located(*line[:2]):
+            value = read(record)
+        yield value
 
 
 def is_list_of_pairs(record: Record) -> bool:

@@ -212,8 +212,10 @@ def check_stopping(criteria: Any) -> None:
         raise UserError(f"stopping_criteria: a {type(criteria).__name__}; give a list of StoppingCriteria")
 
 
-def end_tokens(eos_token_id: Any) -> set[int]:
-    """The ids in an argument that is None, an id, or a collection or tensor of ids."""
+def end_tokens(model: GlideMixin, eos_token_id: Any = None) -> set[int]:
+    """The ids that end an answer: eos_token_id, an id or a collection or tensor of ids, else the model's own."""
+    if eos_token_id is None:
+        eos_token_id = model.generation_config.eos_token_id
     if eos_token_id is None:
         return set()
     ids = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id

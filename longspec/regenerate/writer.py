@@ -57,7 +57,7 @@ class Writer:
         self.family = model.config.model_type
         self.vocab_size = model.config.vocab_size
         self.model, self.drafting = model, checked_drafting(model, drafting_of(settings), False)
-        self.stop_ids = sorted(end_tokens(model.generation_config.eos_token_id))
+        self.stop_ids = sorted(end_tokens(model))
         self.special_ids = set(tokenizer.all_special_ids)
 
         max_positions = position_limit(model.config)

@@ -179,7 +179,10 @@ def find_draft(output_dir: str | Path) -> tuple[Path, Progress] | None:
 
 
 def _first_undamaged(folders: list[Path], kind: str, output: str | Path, advice: str) -> tuple[Path, Progress] | None:
-    """The first undamaged folder with its progress. kind, output, advice: for the messages."""
+    """The first undamaged folder with its progress; None if there is no folder. Raises UserError if all are damaged.
+
+    kind, output, advice: parts of the messages.
+    """
     problems: list[str] = []
     for folder in folders:
         if problem := damage(folder):

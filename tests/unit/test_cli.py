@@ -1,5 +1,6 @@
 """`longspec`'s commands, options and errors, without a model."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -178,3 +179,12 @@ def test_a_record_without_a_prompt_is_named(line: str, problem: str, tmp_path: P
     (tmp_path / "b.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
     with pytest.raises(UserError, match=rf"b\.jsonl, line 2.*{problem}"):
         read_prompts([str(tmp_path / "b.jsonl")])
+
+
+def test_a_signal_that_ends_a_command_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "app", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as end:
+        console.main()
+    assert (end.value.code, capsys.readouterr().err) == (143, "stopped by SIGTERM\n")

@@ -122,8 +122,11 @@ class PromptReader:
 
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
-    """Groups of consecutive rows that passes from one position on read together. unread: the number of each row with
-    unread tokens, in ascending order, and how many these are. most_tokens: of a pass."""
+    """Groups of consecutive rows that are read in one pass each, all from the same position on.
+
+    unread: row number and number of unread tokens of each row that has any, in ascending order. most_tokens: largest
+    number of tokens of a pass.
+    """
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:

@@ -1,4 +1,4 @@
-"""The interface of decoding attention, and it on torch's scaled_dot_product_attention, for any device and dtype.
+"""The interface of decoding attention, implemented with torch's scaled_dot_product_attention for any device and dtype.
 
 Shape letters are those of CONTRIBUTING.md; W is the window of the draft, M the number of nodes of its tree so far.
 q is [B, H, N, D]; k and v are [B, K, S, D] with a contiguous last dimension; outputs are [B, H, N, D] in q's dtype.
