@@ -9,6 +9,7 @@ from longspec.pipeline.answers import write_share
 from longspec.pipeline.evaluation import measure
 from longspec.pipeline.files import settings_file
 from longspec.pipeline.probes import run_probes
+from longspec.pipeline.processes import end_with_parent
 from longspec.pipeline.settings import load_settings
 from longspec.ranks.replicas import joined_replicas
 from longspec.signals import StopSignals
@@ -19,6 +20,7 @@ WORK = {work.__name__: work for work in (write_share, run_probes, measure)}
 @reports_user_errors
 def main() -> None:
     """Do this process's share of some work, with the settings in the folder."""
+    end_with_parent()  # torchrun may be killed before it can end its ranks
     work, folder, *names = sys.argv[1:]
     settings = load_settings(settings_file(Path(folder)))
     tp_size = settings.tp_size

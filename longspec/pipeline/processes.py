@@ -27,6 +27,7 @@ TIME_TO_SAVE_S = 60
 """Seconds that a stopped training launch has to save its last step."""
 PARENT_DEATH_SIGNAL = 1
 """Linux's number of the request for a signal when the parent ends."""
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def free_port() -> int:
@@ -36,11 +37,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def end_with_parent() -> None:
+    """Ask for SIGTERM when the process that started this one ends. Only Linux can do that."""
+    if LIBC is not None:
+        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
 @contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
     """Start a process (options of Popen). It gets SIGTERM when the context ends or, on Linux, this process."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    end_with_parent = None if libc is None else lambda: libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
     child = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
     try:
         yield child

@@ -1,7 +1,9 @@
 """`longspec draft` on the CPU with a tiny target: killed in each step, continued, and its draft measured again."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -30,16 +32,21 @@ def command(target: Path, root: Path, *arguments: str) -> list[str]:
     return [*line, "--output_dir", str(root), *arguments]
 
 
-def killed(line: list[str], begun: Path, log: Path) -> None:
-    """Run a command, and kill it once a file matches a pattern. The processes that it has started end by themselves."""
+def killed(line: list[str], begun: Path, log: Path, whole_group: bool) -> None:
+    """Run a command, and kill it, or it and its launchers, once a file matches a pattern. All other processes that it
+    has started end by themselves."""
     with log.open("a") as output:
-        process = psutil.Popen(line, cwd=ROOT, env=launch_environment(), stdout=output, stderr=output)
+        options = {"cwd": ROOT, "env": launch_environment(), "stdout": output, "stderr": output}
+        process = psutil.Popen(line, start_new_session=True, **options)
         deadline = time.monotonic() + LIMIT_S
         while not any(begun.parent.glob(begun.name)):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.01)
         others = process.children(recursive=True)
-        process.kill()
+        if whole_group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
         process.wait()
     _, alive = psutil.wait_procs(others, timeout=LIMIT_S)
     assert not alive
@@ -57,7 +64,8 @@ def test_a_run_that_is_killed_in_each_step_continues_and_repeats_nothing(tmp_pat
     root, log = tmp_path / "root", tmp_path / "log"
     before: dict[Path, int] = {}
     for number, begun in enumerate(BEGUN.values()):
-        killed(command(target, root, f"benchmarks={texts}", f"chat.processes={2 - number % 2}"), root / begun, log)
+        line = command(target, root, f"benchmarks={texts}", f"chat.processes={2 - number % 2}")
+        killed(line, root / begun, log, whole_group=number % 2 == 0)
         after = finished(root)
         assert before.items() <= after.items()
         before = after
