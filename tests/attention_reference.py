@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from layer_reference import rotate_and_store
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree, PrefixParts
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
-from longspec.kernels.torch.attention import buffer_visible
+from longspec.kernels.torch.layers import ResidualStream
 
 if TYPE_CHECKING:
     from longspec.kernels.triton.attention_tiles import Tiles
@@ -54,10 +53,10 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles
 ) -> PrefixParts:
     shares = split_blocks(lengths, num_splits, tiles.block_n)
-    return flash_prefix(q.float(), k.float(), v.float(), scale, shares, tiles.block_n)._replace(overlap=overlap)
+    return flash_prefix(q.float(), k.float(), v.float(), scale, shares, tiles.block_n)
 
 
 def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, block: int) -> PrefixParts:
@@ -91,7 +90,6 @@ def prefix_and_tree_attention(
     tree_mask: Tensor | None,
     scale: float,
     parts: PrefixParts,
-    shared_memory: int,
 ) -> Tensor:
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
@@ -119,32 +117,17 @@ def token_attention(
     arrivals: Tensor,
     num_splits: int,
     tiles: Tiles,
-    overlap: bool,
 ) -> Tensor:
-    positions, rope, keys, values, numbers, rows = slots
-    kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    q = rotate_and_store(qkv, positions, rope, keys, values, numbers, norms, rows)
-    _, k, v = qkv.unflatten(-1, (-1, head_dim)).split([q.shape[1], kv_heads, kv_heads], 2)
+    kv_heads, head_dim = slots.keys.shape[1], slots.keys.shape[3]
+    q = ResidualStream(qkv, 0.0).rotate_and_store(qkv, slots, norms)
     own = torch.empty(2, len(qkv), kv_heads, 1, head_dim, dtype=qkv.dtype, device=qkv.device)
-    kv = torch.cat([k, v], 2).flatten(2)
-    rotate_and_store(kv, positions, rope, *own, torch.zeros_like(numbers), norms)
+    first = slots._replace(keys=own[0], values=own[1], slots=torch.zeros_like(slots.slots))
+    ResidualStream(qkv, 0.0).rotate_and_store(qkv, first, norms)
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
-        k_row, v_row = (torch.cat([x[row, :, :length], y[row]], 1) for x, y in zip((keys, values), own, strict=True))
+        k_row, v_row = (torch.cat([x[row, :, :length], y[row]], 1) for x, y in zip(slots[2:4], own, strict=True))
         out[row] = attention_with_lse(q[row, None], k_row[None], v_row[None], None, scale)[0][0]
     return out.transpose(1, 2).flatten(2)
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
-) -> Tensor:
-    window = k.shape[2] - tree_mask.shape[2]
-    buffer_mask = buffer_visible(lengths, level, window, q.shape[2])
-    return attention_with_lse(q, k, v, torch.cat([buffer_mask, tree_mask], 2), scale)[0]
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
-    return attention_with_lse(q, k, v, mask, scale)[0]
 
 
 def root_paths(tree_mask: Tensor) -> Tensor:
@@ -158,16 +141,7 @@ def root_paths(tree_mask: Tensor) -> Tensor:
     return paths
 
 
-def path_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    paths: Tensor | None,
-    scale: float,
-    shared_memory: int,
-    overlap: bool,
-) -> Tensor:
+def path_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, paths: Tensor | None, scale: float) -> Tensor:
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         for node in range(q.shape[2]):
@@ -178,7 +152,7 @@ def path_attention(
     return out
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     nodes, slots = q.shape[2], k.shape[2]
     visible = torch.ones(len(q), nodes, slots, dtype=torch.bool, device=q.device).tril(slots - nodes)
     return attention_with_lse(q, k, v, visible, scale)[0]

@@ -38,7 +38,7 @@ def make_case(
 def check(case: tuple[Tensor, ...], num_splits: int, device: str, scale: float = 0.2) -> None:
     q, k, v, lengths = (x.to(device) for x in case)
     tiles = prefix_tiles(q.shape[1] // k.shape[1] * q.shape[2], q.shape[3], q.dtype, HOPPER)
-    inputs = (q, k, v, lengths, scale, num_splits, tiles, False)
+    inputs = (q, k, v, lengths, scale, num_splits, tiles)
     out, lse, block, _ = prefix_attention(*inputs)
     assert block == tiles.block_n
     expected_out, expected_lse, _, _ = attention_reference.prefix_attention(*inputs)
@@ -95,8 +95,8 @@ def test_offsets_past_two_to_the_31_on_the_gpu() -> None:
         k[row, :, :100], v[row, :, :100] = small[1][row, :, :100].cuda(), small[2][row, :, :100].cuda()
     lengths = small[3].cuda()
     tiles = prefix_tiles(20, 128, torch.float16, HOPPER)
-    got = prefix_attention(small[0].cuda(), k, v, lengths, 0.1, 2, tiles, overlap=False)
-    expected = prefix_attention(*(x.cuda() for x in small[:3]), lengths, 0.1, 2, tiles, overlap=False)
+    got = prefix_attention(small[0].cuda(), k, v, lengths, 0.1, 2, tiles)
+    expected = prefix_attention(*(x.cuda() for x in small[:3]), lengths, 0.1, 2, tiles)
     torch.testing.assert_close(got[:2], expected[:2])
 
 

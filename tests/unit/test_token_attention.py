@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 
 import attention_reference
 
-from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import Tiles
 from longspec.kernels.triton.token_attention import token_attention
@@ -47,14 +46,13 @@ def check(
     qkv, keys, values, cos, sin = (x.to(device, dtype) for x in (qkv, keys, values, angle.cos(), angle.sin()))
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     numbers = used[:, None].long() if slots is None else torch.tensor(slots, device=device)[:, None]
-    overlap = describe_gpu(torch.device(device)).overlaps
     arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
     found = []
     for function in (attention_reference.token_attention, token_attention):
         stores = keys.clone(), values.clone()
         given = TokenSlots(used[:, None].long(), (cos, sin), *stores, numbers)
         weights = HeadNorms(norms[0], norms[1], 1e-2) if with_norms else None
-        found.append((function(qkv, given, used, 0.15, weights, arrivals, splits, TILES, overlap), *stores))
+        found.append((function(qkv, given, used, 0.15, weights, arrivals, splits, TILES), *stores))
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance, equal_nan=True)
     assert found[1][0].isfinite().all() and arrivals.eq(0).all()

@@ -10,10 +10,9 @@ pytest.importorskip("triton")
 import attention_reference
 
 from longspec.kernels.shared.attention import PrefixParts
-from longspec.kernels.triton.tree_attention import prefix_and_tree_attention, window_attention
+from longspec.kernels.triton.tree_attention import prefix_and_tree_attention
 
 BLOCK = 48
-SHARED_MEMORY = 99 * 1024
 
 
 def make_case(
@@ -43,7 +42,7 @@ def make_case(
 def check(case: tuple[Tensor, ...], device: str, with_tree: bool = True, tolerance: float | None = None) -> Tensor:
     q, k, v, lengths, mask, outs, lses = (x.to(device) for x in case)
     parts = PrefixParts(outs, lses, BLOCK, overlap=False)
-    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts, SHARED_MEMORY)
+    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts)
     got = prefix_and_tree_attention(*inputs)
     assert got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
     tolerance = tolerance or TOLERANCE[q.dtype]
@@ -100,42 +99,9 @@ def test_parts_with_distant_lses_neither_overflow_nor_vanish(offset: float, devi
     assert got.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        pytest.param("cpu", torch.float32, marks=DEVICES[0].marks),
-        *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE),
-    ],
-)
-@pytest.mark.parametrize(
-    ("window", "tree", "kv_heads", "group", "nodes", "head_dim"),
-    [
-        pytest.param(512, 69, 1, 4, 16, 64, marks=pytest.mark.gpu),
-        pytest.param(512, 69, 2, 1, 1, 128, marks=pytest.mark.gpu),
-        (160, 69, 1, 4, 4, 64),
-        (40, 5, 2, 1, 1, 128),
-        (64, 21, 1, 5, 4, 80),
-    ],
-)
-def test_window_equals_the_reference(
-    window: int, tree: int, kv_heads: int, group: int, nodes: int, head_dim: int, device: str, dtype: torch.dtype
-) -> None:
-    """Windows of several blocks and of one, in each dtype: Triton has miscompiled the loop over one block."""
-    generator = torch.Generator().manual_seed(tree)
-    lengths = torch.tensor([0, 3, window, 3 * window + 5])
-    q = torch.randn(4, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2).to(dtype)
-    k, v = torch.randn(2, 4, kv_heads, window + tree, head_dim, generator=generator).to(dtype)
-    mask = torch.rand(4, nodes, tree, generator=generator) < 0.6
-    for level in (0, 1, 5):
-        inputs = (*(x.to(device) for x in (q, k, v, lengths)), level, mask.to(device), 0.2, SHARED_MEMORY)
-        expected = attention_reference.window_attention(*inputs)
-        got = window_attention(*inputs)
-        torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
 def test_tensors_that_the_kernel_would_misread_are_refused() -> None:
     q, k, v, lengths, mask, outs, lses = make_case([30], 2, 2, 4, 64, 1, torch.float32)
-    rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False), SHARED_MEMORY)
+    rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False))
     with pytest.raises(ValueError, match="contiguous"):
         prefix_and_tree_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, *rest)
     with pytest.raises(ValueError, match="dtypes"):

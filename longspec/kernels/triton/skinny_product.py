@@ -198,7 +198,6 @@ def _launch(
         TAIL_M=tail_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        OVERLAP=gpu.overlaps,
         num_warps=num_warps,
         num_stages=max(1, min(5, gpu.shared_memory // stage_bytes)),
         **overlap_options(gpu.overlaps),
