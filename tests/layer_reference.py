@@ -1,4 +1,4 @@
-"""Plain torch references of the layers' kernels and of the statistics of logits, with their signatures.
+"""Plain torch references of the layers' kernels and of the statistics of logits.
 
 Each function is its formula in fp32 or wider. Shape letters are those of CONTRIBUTING.md; E is the hidden size, I the
 intermediate size of the MLP.
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernel_devices import random
 from torch import Tensor
 
-from longspec.kernels.shared.residual import HeadNorms, RopeTable, TokenSlots
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.layers import ResidualStream
 from longspec.kernels.torch.vocabulary import over_temperature
 from longspec.kernels.triton.logit_statistics import CHUNK, SUB, LogitStatistics
@@ -29,14 +29,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
-
-
-def rotate_and_store(qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
-    return ResidualStream(qkv, 0.0).rotate_and_store(qkv, slots, norms)
-
-
-def rotate_queries(q: Tensor, positions: Tensor, rope: RopeTable, head_dim: int) -> Tensor:
-    return ResidualStream(q, 0.0).rotate(q, TokenSlots(positions, rope, q, q, positions), head_dim)
 
 
 def check_rotation(

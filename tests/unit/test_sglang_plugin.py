@@ -169,7 +169,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
     expected = torch.empty(2, nodes, 2, width)
     tree, prefix = PagedTree(k, v, mask, mask_starts[:-1]), PagedPrefix(*pools, slots, starts[:-1], starts[1:])
     queries = q.view(2, nodes, 2, width).transpose(1, 2)
-    attention_reference.paged_attention(queries, prefix, expected, width**-0.5, 1, None, tree)  # type: ignore[arg-type]
+    attention_reference.paged_attention(queries, prefix, expected, width**-0.5, tree)
     torch.testing.assert_close(out.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 
     layer.sliding_window_size = 8

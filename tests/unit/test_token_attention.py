@@ -47,12 +47,11 @@ def check(
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     numbers = used[:, None].long() if slots is None else torch.tensor(slots, device=device)[:, None]
     arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
-    found = []
-    for function in (attention_reference.token_attention, token_attention):
+    weights, found = HeadNorms(*norms, 1e-2) if with_norms else None, []
+    for function, launch in ((attention_reference.token_attention, ()), (token_attention, (arrivals, splits, TILES))):
         stores = keys.clone(), values.clone()
         given = TokenSlots(used[:, None].long(), (cos, sin), *stores, numbers)
-        weights = HeadNorms(norms[0], norms[1], 1e-2) if with_norms else None
-        found.append((function(qkv, given, used, 0.15, weights, arrivals, splits, TILES), *stores))
+        found.append((function(qkv, given, used, 0.15, weights, *launch), *stores))
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance, equal_nan=True)
     assert found[1][0].isfinite().all() and arrivals.eq(0).all()
