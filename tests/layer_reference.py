@@ -63,7 +63,7 @@ def check_rotation(
     slots, close = TokenSlots(positions, rope, keys, values, numbers, rows), {"rtol": 1e-5, "atol": 2e-6}
     got = stream(qkv, 0.0).rotate_and_store(qkv.clone(), slots, norms)
     torch.testing.assert_close((got, keys, values), (expected, expected_keys, expected_values), **close)
-    alone = stream(qkv, 0.0).rotate(q.flatten(2).contiguous(), slots, head_dim)
+    alone = stream(qkv, 0.0).rotate(q.flatten(2).contiguous(), slots)
     torch.testing.assert_close(alone, expected, **close)
     return got
 

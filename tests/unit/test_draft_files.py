@@ -208,18 +208,31 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "route"), [(float("nan"), "check"), (float("inf"), "state_dict"), (float("-inf"), "glide_path")]
+    ("change", "message"),
+    [
+        (lambda s: s.pop("mlp.up_proj.weight"), "missing mlp.up_proj.weight"),
+        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
+        (
+            lambda s: s.update({"self_attn.k_proj.weight": torch.ones(32, 32)}),
+            r"self_attn.k_proj.weight is \[32, 32\], the target needs \[16, 32\]",
+        ),
+        *(
+            (lambda s, x=x: s["self_attn.q_proj.bias"].fill_(x), r"weight self_attn\.q_proj\.bias contains NaN or Inf")
+            for x in (torch.nan, torch.inf, -torch.inf)
+        ),
+    ],
 )
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float, route: str) -> None:
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, change, message: str) -> None:
+    """On every route, also when configs ignore mismatched sizes."""
     make_pair(tmp_path / "target")
     state = published_state()
-    state["self_attn.q_proj.bias"][7] = value
+    change(state)
     file = write(state, "pth", tmp_path)
-    with pytest.raises(UserError, match=r"weight self_attn\.q_proj\.bias contains NaN or Inf"):
-        if route == "check":
-            check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
-        else:
-            LlamaGlide.from_pretrained(tmp_path / "target", **{route: state if route == "state_dict" else file})
+    with pytest.raises(UserError, match=message):
+        check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
+    for route in ({"state_dict": state}, {"glide_path": file}):
+        with pytest.raises(UserError, match=message):
+            LlamaGlide.from_pretrained(tmp_path / "target", ignore_mismatched_sizes=True, **route)
 
 
 def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -231,25 +244,6 @@ def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     LlamaGlide.from_pretrained(tmp_path / "target", glide_path=file)
     with pytest.raises(UserError, match=r"float16: the draft's weight mlp\.up_proj\.weight contains NaN or Inf"):
         LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=file)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("mlp.up_proj.weight"), "missing mlp.up_proj.weight"),
-        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
-        (
-            lambda s: s.update({"self_attn.k_proj.weight": torch.ones(32, 32)}),
-            r"self_attn.k_proj.weight is \[32, 32\], the target needs \[16, 32\]",
-        ),
-    ],
-)
-def test_misfit_is_named_even_when_configs_ignore_mismatched_sizes(tmp_path: Path, change, message: str) -> None:
-    make_pair(tmp_path)
-    state = published_state()
-    change(state)
-    with pytest.raises(UserError, match=message):
-        LlamaGlide.from_pretrained(tmp_path, state_dict=state, ignore_mismatched_sizes=True)
 
 
 def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Path) -> None:

@@ -79,5 +79,5 @@ class TritonStream(ResidualStream):
         else:
             self.hidden.flatten(0, 1).addmm_(x.flatten(0, 1), weight.t())
 
-    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
-        return rotate_queries(q, slots.positions, slots.rope, head_dim)
+    def rotate(self, q: Tensor, slots: TokenSlots) -> Tensor:
+        return rotate_queries(q, slots.positions, slots.rope, slots.keys.shape[3])
