@@ -62,13 +62,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
     # The whole row in one program, because the mean needs all of it.
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(x.numel() // width,)](
-        x,
-        x if parts is None else parts,
-        weight,
-        out,
-        width,
-        eps,
-        x.numel(),
+        *(x, x if parts is None else parts, weight, out),
+        *(width, eps, x.numel()),
         NUM_PARTS=0 if parts is None else len(parts),
         BLOCK=block,
         num_warps=1 if block <= 256 else max(4, min(16, block // 512)),

@@ -131,19 +131,8 @@ def prefix_attention(
     lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
 
     _prefix_kernel[(triton.cdiv(group * nodes, tiles.block_m), num_splits, batch * kv_heads)](
-        q,
-        k,
-        v,
-        lengths,
-        out,
-        lse,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        scale * LOG2_E,
-        kv_heads,
-        group,
-        group * nodes,
+        *(q, k, v, lengths, out, lse),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2_E, kv_heads, group, group * nodes),
         **tiles.options(head_dim),
         **overlap_options(overlap),
     )

@@ -182,14 +182,8 @@ def _launch(
     gpu = describe_gpu(x.device)
 
     _skinny_product_kernel[(triton.cdiv(tokens, block_m + tail_m), triton.cdiv(rows, block_n), splits)](
-        x,
-        weight,
-        x if bias is None else bias,
-        out,
-        tokens,
-        rows,
-        width,
-        x.stride(0),
+        *(x, weight, x if bias is None else bias, out),
+        *(tokens, rows, width, x.stride(0)),
         HAS_BIAS=bias is not None,
         GATED=gated,
         SPLITS=splits,
