@@ -120,7 +120,7 @@ def test_other_family_is_one_clear_line(tmp_path: Path) -> None:
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "layer 1 of this target"),
         ("qwen3", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "has sliding_attention"),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}, "a ministral target"),  # as transformers names it
-        ("mistral", {"sliding_window": 4096}, "a Mistral target with sliding_window 4096"),
+        ("mistral", {"sliding_window": 4096}, "a target with sliding_window 4096"),
     ],
 )
 def test_targets_with_sliding_windows_are_refused_by_name(

@@ -267,13 +267,10 @@ def test_safetensors_are_preferred_to_a_pickle(run: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/missing/target", "missing/of/many/parts", "./missing", "~/missing", "x" * 3000])
-def test_a_missing_folder_is_called_one(path: str) -> None:
-    """The error does not call it a malformed repo id."""
+def test_a_missing_folder_and_a_file_are_called_so(tmp_path: Path, path: str) -> None:
+    """The error does not call them malformed repo ids."""
     assert "no such folder" in refusal(lambda: read_config(path), path)
     assert "no such draft" in refusal(lambda: resolve_draft(path), path)
-
-
-def test_a_file_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
 

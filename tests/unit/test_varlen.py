@@ -83,7 +83,7 @@ def test_values_and_gradients_equal_dense_attention(
     check(
         make_inputs(lengths),
         lambda q, k, v: attend.varlen(q, k, v, segments, 0.3, window),
-        lambda q, k, v: reference.varlen_attention(q, k, v, cpu_segments, 0.3, window),
+        lambda q, k, v: reference.dense_attention(q, k, v, reference.causal_mask(cpu_segments, window), 0.3),
         device,
     )
 
@@ -95,7 +95,7 @@ def test_block_attention_equals_dense_attention(lengths: list[int], attention: t
     check(
         make_inputs(lengths),
         lambda q, k, v: attend.block(q, k, v, segments, 0.3),
-        lambda q, k, v: reference.block_attention(q, k, v, cpu_segments, 0.3),
+        lambda q, k, v: reference.dense_attention(q, k, v, reference.block_mask(cpu_segments), 0.3),
         device,
     )
 
