@@ -3,7 +3,7 @@
 import attention_reference
 import pytest
 import torch
-from kernel_devices import DEVICES
+from kernel_devices import DEVICES, random
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -16,10 +16,6 @@ from longspec.kernels.triton.skinny_product import skinny_product, split_product
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 """The interpreter has no bf16 dot, and the order of its fp32 dot depends on the shape."""
-
-
-def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def random_tree(nodes: int, device: str) -> Tensor:
