@@ -130,7 +130,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         if draft_vocabulary is not None:
             if state_dict is not None or glide_path is not None:
                 raise UserError("draft_vocabulary: for a fresh draft; a saved draft has its own list")
-            vocabulary = checked_tokens(draft_vocabulary, config.vocab_size, "draft_vocabulary")
+            vocabulary = checked_tokens(draft_vocabulary, config.vocab_size)
 
         # transformers renamed torch_dtype to dtype; both are accepted.
         dtype = dtype or torch_dtype or "auto"
