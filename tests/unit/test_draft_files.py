@@ -36,12 +36,8 @@ def published_state() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     if form == "pth":
         torch.save(state, folder / "any_name.pth")
         return folder / "any_name.pth"
@@ -64,7 +60,7 @@ def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
 def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None:
     state = published_state()
     make_pair(tmp_path / "target")
-    draft = write(state, form, made(tmp_path / "draft"))
+    draft = write(state, form, tmp_path / "draft")
     model = LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=draft, torch_dtype=torch.float32)
     loaded = model.draft_model.state_dict()
     assert set(state) - set(loaded) == {f"cross_attn.{p}_proj.{k}" for p in "kv" for k in ("weight", "bias")}
@@ -192,8 +188,7 @@ def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, messag
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     """The weight file's own comes first, then config.json, then the training configuration."""
     state = make_pair(tmp_path / "target").draft_model.state_dict()
-    folder = made(tmp_path / "draft")
-    torch.save(state, folder / "draft_model_weights.pth")
+    folder = write(state, "folder", tmp_path / "draft")
     (folder / "training_config.yaml").write_text(
         "model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n  mlp_size: 48\n"
     )
