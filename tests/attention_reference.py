@@ -1,23 +1,15 @@
-"""Attention in plain torch, and references of the attention kernels with their signatures.
+"""Attention in plain torch, and references of the attention kernels that `DecodingAttention` does not have.
 
 Arithmetic is in fp32 or wider. Query head h reads KV head h // (H // K). LSE is the natural logarithm. A query that
-sees no key gets output 0 and LSE -inf. Parameters of a launch have no effect.
+sees no key gets output 0 and LSE -inf.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-from layer_reference import rotate_and_store
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree, PrefixParts
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
-from longspec.kernels.torch.attention import buffer_visible
-
-if TYPE_CHECKING:
-    from longspec.kernels.triton.attention_tiles import Tiles
+from longspec.kernels.torch.layers import ResidualStream
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -41,48 +33,6 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
     return out.reshape(q.shape).to(q.dtype), lse.reshape(batch, heads, nodes)
 
 
-def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to all keys, (output [..., D], LSE [...]), from its states over P parts of the keys.
-
-    o = sum_p exp(lse_p - lse) * o_p with lse = log sum_p exp(lse_p). outs [P, ..., D]; lses [P, ...], -inf for an empty
-    part, whose output may hold anything.
-    """
-    lse = lses.logsumexp(0)
-    weights = lses.softmax(0).masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
-    # 0 * NaN is NaN, so the outputs of empty parts are cleared.
-    return (weights * outs.masked_fill(weights == 0.0, 0.0)).sum(0), lse
-
-
-def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
-) -> PrefixParts:
-    shares = split_blocks(lengths, num_splits, tiles.block_n)
-    return flash_prefix(q.float(), k.float(), v.float(), scale, shares, tiles.block_n)._replace(overlap=overlap)
-
-
-def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, shares: Tensor, block: int) -> PrefixParts:
-    splits = shares.shape[1] // len(q)
-    outs = q.new_zeros(splits, *q.shape)
-    lses = outs.new_full(outs.shape[:-1], -torch.inf, dtype=torch.float32)
-    for part, (row, begin, end) in enumerate(shares.T.tolist()):
-        split = part // len(q)
-        out, lse = attention_with_lse(q[row, None], k[row, None, :, begin:end], v[row, None, :, begin:end], None, scale)
-        outs[split, row] = out[0]
-        lses[split, row] = lse[0]
-    return PrefixParts(outs, lses, block, overlap=False)
-
-
-def split_blocks(lengths: Tensor, splits: int, block: int) -> Tensor:
-    blocks = lengths.long() // block
-    rows = torch.arange(len(lengths), device=lengths.device)
-    columns = []
-    for part in range(splits):
-        begin = blocks * part // splits * block
-        end = blocks * (part + 1) // splits * block
-        columns.append(torch.stack([rows, begin, end]))
-    return torch.cat(columns, 1).int()
-
-
 def prefix_and_tree_attention(
     q: Tensor,
     k: Tensor,
@@ -91,7 +41,6 @@ def prefix_and_tree_attention(
     tree_mask: Tensor | None,
     scale: float,
     parts: PrefixParts,
-    shared_memory: int,
 ) -> Tensor:
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
@@ -104,47 +53,24 @@ def prefix_and_tree_attention(
         k_row = k[row, None, :, slots].float()
         v_row = v[row, None, :, slots].float()
         rest_out, rest_lse = attention_with_lse(q_row, k_row, v_row, mask, scale)
+        # o = sum_p exp(lse_p - lse) * o_p with lse = log sum_p exp(lse_p); the output of an empty part may be NaN.
+        weights = torch.cat([parts.lses[:, row], rest_lse]).softmax(0).nan_to_num(0.0)[..., None]
         outs = torch.cat([parts.outs[:, row].float(), rest_out])
-        lses = torch.cat([parts.lses[:, row], rest_lse])
-        out[row] = merge_states(outs, lses)[0]
+        out[row] = (weights * outs.masked_fill(weights == 0.0, 0.0)).sum(0)
     return out
 
 
-def token_attention(
-    qkv: Tensor,
-    slots: TokenSlots,
-    lengths: Tensor,
-    scale: float,
-    norms: HeadNorms | None,
-    arrivals: Tensor,
-    num_splits: int,
-    tiles: Tiles,
-    overlap: bool,
-) -> Tensor:
-    positions, rope, keys, values, numbers, rows = slots
-    kv_heads, head_dim = keys.shape[1], keys.shape[3]
-    q = rotate_and_store(qkv, positions, rope, keys, values, numbers, norms, rows)
-    _, k, v = qkv.unflatten(-1, (-1, head_dim)).split([q.shape[1], kv_heads, kv_heads], 2)
+def token_attention(qkv: Tensor, slots: TokenSlots, lengths: Tensor, scale: float, norms: HeadNorms | None) -> Tensor:
+    kv_heads, head_dim = slots.keys.shape[1], slots.keys.shape[3]
+    q = ResidualStream(qkv, 0.0).rotate_and_store(qkv, slots, norms)
     own = torch.empty(2, len(qkv), kv_heads, 1, head_dim, dtype=qkv.dtype, device=qkv.device)
-    kv = torch.cat([k, v], 2).flatten(2)
-    rotate_and_store(kv, positions, rope, *own, torch.zeros_like(numbers), norms)
+    first = slots._replace(keys=own[0], values=own[1], slots=torch.zeros_like(slots.slots))
+    ResidualStream(qkv, 0.0).rotate_and_store(qkv, first, norms)
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
-        k_row, v_row = (torch.cat([x[row, :, :length], y[row]], 1) for x, y in zip((keys, values), own, strict=True))
+        k_row, v_row = (torch.cat([x[row, :, :length], y[row]], 1) for x, y in zip(slots[2:4], own, strict=True))
         out[row] = attention_with_lse(q[row, None], k_row[None], v_row[None], None, scale)[0][0]
     return out.transpose(1, 2).flatten(2)
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
-) -> Tensor:
-    window = k.shape[2] - tree_mask.shape[2]
-    buffer_mask = buffer_visible(lengths, level, window, q.shape[2])
-    return attention_with_lse(q, k, v, torch.cat([buffer_mask, tree_mask], 2), scale)[0]
-
-
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
-    return attention_with_lse(q, k, v, mask, scale)[0]
 
 
 def root_paths(tree_mask: Tensor) -> Tensor:
@@ -158,16 +84,7 @@ def root_paths(tree_mask: Tensor) -> Tensor:
     return paths
 
 
-def path_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    paths: Tensor | None,
-    scale: float,
-    shared_memory: int,
-    overlap: bool,
-) -> Tensor:
+def path_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, paths: Tensor | None, scale: float) -> Tensor:
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         for node in range(q.shape[2]):
@@ -178,21 +95,13 @@ def path_attention(
     return out
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     nodes, slots = q.shape[2], k.shape[2]
     visible = torch.ones(len(q), nodes, slots, dtype=torch.bool, device=q.device).tril(slots - nodes)
     return attention_with_lse(q, k, v, visible, scale)[0]
 
 
-def paged_attention(
-    q: Tensor,
-    prefix: PagedPrefix,
-    out: Tensor,
-    scale: float,
-    num_parts: int,
-    tiles: Tiles,
-    tree: PagedTree | None = None,
-) -> None:
+def paged_attention(q: Tensor, prefix: PagedPrefix, out: Tensor, scale: float, tree: PagedTree | None = None) -> None:
     nodes = q.shape[2]
     for row, (begin, end) in enumerate(zip(prefix.begins.tolist(), prefix.ends.tolist(), strict=True)):
         own, length = prefix.slots[begin:end].long(), end - begin

@@ -12,5 +12,5 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of sums that are accumulated in fp32 and rounded once or twice."""
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)

@@ -1,16 +1,21 @@
-"""Plain torch references of the layers' kernels and of the statistics of logits, with their signatures.
+"""Plain torch references of the layers' kernels and of the statistics of logits.
 
 Each function is its formula in fp32 or wider. Shape letters are those of CONTRIBUTING.md; E is the hidden size, I the
 intermediate size of the MLP.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from kernel_devices import random
 from torch import Tensor
 
-from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.kernels.torch.vocabulary import over_temperature
 from longspec.kernels.triton.logit_statistics import CHUNK, SUB, LogitStatistics
+from longspec.models.draft_layer import rotate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None) -> Tensor:
@@ -26,37 +31,41 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-def rotate_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    rope: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
+def check_rotation(
+    stream: Callable[[Tensor, float], ResidualStream],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    device: str,
     norms: HeadNorms | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    kv_heads, head_dim = keys.shape[1], keys.shape[-1]
-    q_width = qkv.shape[-1] - 2 * kv_heads * head_dim
-    q, k, v = qkv.split([q_width, kv_heads * head_dim, kv_heads * head_dim], -1)
+    """`rotate_and_store` and `rotate` of a backend's stream equal the formula; returns the queries [B, H, N, D].
+
+    A negative slot stores nothing, and no other slot of the cache, which has more rows than the batch, changes.
+    """
+    qkv = random(2, 3, (heads + 2 * kv_heads) * head_dim).to(device)
+    positions = torch.tensor([[0, 4, 4], [8, 9, 2]], device=device)
+    numbers = torch.tensor([[0, 10, -1], [3, 1, 2]], device=device)
+    rope = random(10, head_dim, seed=1).to(device), random(10, head_dim, seed=2).to(device)
+    keys, values = random(2, 4, kv_heads, 11, head_dim, seed=3).to(device)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 2)
     if norms is not None:
-        q = rms_norm(q.unflatten(-1, (-1, head_dim)), norms.q_weight, norms.eps).flatten(2)
-        k = rms_norm(k.unflatten(-1, (-1, head_dim)), norms.k_weight, norms.eps).flatten(2)
-    rotated = rotate_queries(k, positions, rope, head_dim)
-    stored = v.unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
-    for b, token in (slots >= 0).nonzero().tolist():
-        row, slot = b if rows is None else rows[b], slots[b, token]
-        keys[row, :, slot] = rotated[b, :, token]
-        values[row, :, slot] = stored[b, :, token]
-    return rotate_queries(q, positions, rope, head_dim)
+        q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
+    table = rope[0][positions], rope[1][positions]
+    expected, rotated = (rotate(x.transpose(1, 2), table) for x in (q, k))
+    for sequence, token in (numbers >= 0).nonzero().tolist():
+        row, slot = sequence if rows is None else rows[sequence], numbers[sequence, token]
+        expected_keys[row, :, slot] = rotated[sequence, :, token]
+        expected_values[row, :, slot] = v[sequence, token]
 
-
-def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], head_dim: int) -> Tensor:
-    heads = q.unflatten(-1, (q.shape[-1] // head_dim, head_dim))
-    cos, sin = (table[positions.long()].float()[:, :, None] for table in rope)
-    low, high = heads.float().chunk(2, -1)
-    rotated = heads.float() * cos + torch.cat([-high, low], -1) * sin
-    return rotated.to(q.dtype).transpose(1, 2)
+    slots, close = TokenSlots(positions, rope, keys, values, numbers, rows), {"rtol": 1e-5, "atol": 2e-6}
+    got = stream(qkv, 0.0).rotate_and_store(qkv.clone(), slots, norms)
+    torch.testing.assert_close((got, keys, values), (expected, expected_keys, expected_values), **close)
+    alone = stream(qkv, 0.0).rotate(q.flatten(2).contiguous(), slots)
+    torch.testing.assert_close(alone, expected, **close)
+    return got
 
 
 def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor | None = None) -> LogitStatistics:

@@ -15,7 +15,7 @@ from longspec.kernels.shared.attention import PagedPrefix
 
 def paged_attention(q: Tensor, prefix: PagedPrefix, out: Tensor) -> None:
     """`TritonAttention.paged` without a tree, in plain torch."""
-    attention_reference.paged_attention(q, prefix, out, q.shape[3] ** -0.5, 1, None)  # type: ignore[arg-type]
+    attention_reference.paged_attention(q, prefix, out, q.shape[3] ** -0.5)
 
 
 class Pool:

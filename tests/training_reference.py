@@ -12,18 +12,6 @@ from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.segments import BLOCK, Segments
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None
-) -> Tensor:
-    """Reference of `PaddedAttention.varlen`: dense attention under a mask [N, N]."""
-    return dense_attention(q, k, v, causal_mask(segments, window), scale)
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Reference of `PaddedAttention.block`: dense attention under a mask [N, N]."""
-    return dense_attention(q, k, v, block_mask(segments), scale)
-
-
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Dense attention [N, H, D] of flattened tokens; q [N, H, D]; k, v [M, K, D]; mask bool [N, M]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -10,7 +10,7 @@ from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
-from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, describe_gpu, gpu_generation, plain_gpu
+from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, gpu_generation, plain_gpu
 from longspec.kernels.torch.attention import DecodingAttention
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
@@ -29,9 +29,9 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
     if name == DETERMINISTIC:
         from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 
-        return DeterministicBackend(DeterministicAttention(describe_gpu(device)))
+        return DeterministicBackend(DeterministicAttention())
     kind: type[Backend] = NativeBackend if runs_native(device, dtype) else backend_of(device, dtype)
-    return kind(_attention(name, device))
+    return kind(_attention(name))
 
 
 def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
@@ -74,7 +74,7 @@ def attention_name(requested: str, device: torch.device, dtype: torch.dtype, hea
     return name
 
 
-def _attention(name: str, device: torch.device) -> DecodingAttention:
+def _attention(name: str) -> DecodingAttention:
     if name == "native":
         return NativeAttention()
     if name == "sdpa":
@@ -83,10 +83,10 @@ def _attention(name: str, device: torch.device) -> DecodingAttention:
     if name == "flash":
         from longspec.kernels.triton.flash_attention import FlashAttention
 
-        return FlashAttention(describe_gpu(device))
+        return FlashAttention()
     from longspec.kernels.triton.attention import TritonAttention
 
-    return TritonAttention(describe_gpu(device))
+    return TritonAttention()
 
 
 def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

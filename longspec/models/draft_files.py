@@ -211,16 +211,17 @@ def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str,
 def asked_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
     """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
     Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it."""
-    if glide_path is None:
+    saved = None if glide_path is None else draft_settings(glide_path).options
+    architecture = saved.architecture if saved else stated.get(ARCHITECTURE_KEY, GLIDE)
+    if architecture != GLIDE and (asked := [name for name, key in OPTION_KEYS.items() if key in stated]):
+        whose = f"the draft at {glide_path}" if saved else "this draft"
+        raise UserError(
+            f"{asked[0]}: an option of GLIDE, but {whose} is a {architecture} draft; use architecture_options"
+        )
+    if saved is None:
         return options_of(stated)
-    saved = draft_settings(glide_path).options
     own = saved.entries()
     if OPTIONS_KEY in own:
-        if asked := [name for name, key in OPTION_KEYS.items() if key in stated]:
-            raise UserError(
-                f"{asked[0]}: an option of GLIDE, but the draft at {glide_path} is a {saved.architecture} draft; use "
-                "architecture_options"
-            )
         stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
     options = options_of(own | dict(stated))
     if options.architecture != saved.architecture:

@@ -62,11 +62,11 @@ def maps_problem(maps: Mapping[str, Tensor], vocab_size: int) -> str | None:
     return None
 
 
-def checked_tokens(tokens: Sequence[int], vocab_size: int, source: str) -> Tensor:
+def checked_tokens(tokens: Sequence[int], vocab_size: int) -> Tensor:
     """`tokens` as an ascending LongTensor [Vd]. Raises UserError unless they are distinct token ids of the target."""
     valid = isinstance(tokens, Sequence) and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
     if not valid or not len(tokens) or len(set(tokens)) < len(tokens):
-        raise UserError(f"{source}: must be a list of distinct token ids in 0 … {vocab_size - 1}")
+        raise UserError(f"draft_vocabulary: must be a list of distinct token ids in 0 … {vocab_size - 1}")
     return torch.tensor(sorted(tokens))
 
 

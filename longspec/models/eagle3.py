@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from longspec.errors import UserError
-from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass
+from longspec.models.draft import Draft, Reads, Rope, TrainingPass
 from longspec.models.draft_layer import DraftSelfAttention, head_dim
 from longspec.models.eagle3_options import PUBLISHED_NAMES, Eagle3Options, published_config, published_options
 
@@ -61,6 +61,7 @@ class Eagle3Draft(Draft):
 
     options_class = Eagle3Options
     published_names = PUBLISHED_NAMES
+    published_options = staticmethod(published_options)
 
     def __init__(self, config: Any, options: Eagle3Options) -> None:
         super().__init__(config, options)
@@ -134,10 +135,6 @@ class Eagle3Draft(Draft):
             where: dict[str, Any] = {"device": self.fc.weight.device, "dtype": self.fc.weight.dtype}
             self.embed_tokens = nn.Embedding(*own.shape, **where).requires_grad_(False)
         super().load(weights, tokens, target)
-
-    @classmethod
-    def published_options(cls, config: Mapping[str, Any], prefix: str) -> Options:
-        return published_options(config, prefix)
 
     @classmethod
     def folder_config(cls, config: Any, options: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:

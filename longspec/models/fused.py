@@ -220,7 +220,6 @@ class _FusedCrossAttentions:
 
     def __init__(self, norm: Any, attentions: Sequence[DraftCrossAttention]) -> None:
         self.norm = norm.weight
-        self.head_dim = attentions[0].head_dim
         self.queries = MergedLinear([attention.q_proj for attention in attentions])
         outputs = [attention.o_proj.weight for attention in attentions]
         # Parts of columns cannot be views of a contiguous tensor, so several outputs are copied.
@@ -229,7 +228,7 @@ class _FusedCrossAttentions:
 
     def add_to(self, stream: ResidualStream, slots: TokenSlots, attends: Sequence[QueryAttend]) -> None:
         q = stream.project(self.norm, self.queries.weight, self.queries.bias)
-        q = stream.rotate(q, slots, self.head_dim)
+        q = stream.rotate(q, slots)
         heads = [_heads_last(attend(own)) for attend, own in zip(attends, q.chunk(len(attends), 1), strict=True)]
         _add_product(stream, heads[0] if len(heads) == 1 else torch.cat(heads, -1), self.output)
 

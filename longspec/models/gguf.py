@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
     try:
         reader = GGUFReader(file)
-        metadata = {name: field.contents for name, field in reader.fields.items()}
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
         _check_whole(metadata)
-        architecture = metadata["general.architecture"]()
+        architecture = metadata["general.architecture"]
         if architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"a GGUF file of architecture {architecture!r}; supported are {known}")
@@ -73,69 +73,61 @@ def convert_gguf(file: Path, folder: Path) -> None:
     _write_weights(folder, stored, config, f"converting {file.name}")
 
 
-def _check_whole(metadata: Mapping[str, Callable[..., Any]]) -> None:
+def _check_whole(metadata: Mapping[str, Any]) -> None:
     """Raise UserError for a part of a split file, and for a file that is not a model."""
-    if "split.count" in metadata and (count := int(metadata["split.count"]())) > 1:
+    if (count := int(metadata.get("split.count", 1))) > 1:
         raise UserError(
-            f"part {int(metadata['split.no']()) + 1} of {count} of a split GGUF file; merge them first with "
+            f"part {int(metadata['split.no']) + 1} of {count} of a split GGUF file; merge them first with "
             "llama.cpp's llama-gguf-split --merge FIRST_PART OUTPUT"
         )
-    kind = metadata["general.type"]() if "general.type" in metadata else "model"
-    if kind != "model":
+    if (kind := metadata.get("general.type", "model")) != "model":
         raise UserError(f"a GGUF file of type {kind!r}; give the model, with adapters merged into it")
 
 
-def _config(model_class: Any, metadata: Mapping[str, Callable[..., Any]], tensors: dict[str, Any]) -> PreTrainedConfig:
+def _config(model_class: Any, metadata: Mapping[str, Any], tensors: dict[str, Any]) -> PreTrainedConfig:
     """transformers' config for a `model_class` target with a file's metadata."""
-    architecture = model_class.config_class.model_type
-
-    def value(key: str, default: Any = None) -> Any:
-        return metadata[key]() if key in metadata else default
-
-    def required(key: str) -> int:
-        return int(metadata[f"{architecture}.{key}"]())
-
-    if sliding := value(f"{architecture}.attention.sliding_window"):
+    prefix = f"{model_class.config_class.model_type}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if sliding := own.get("attention.sliding_window"):
         raise UserError(
             f"sliding-window attention of {sliding} tokens is not supported; the draft needs full attention"
         )
 
-    heads = required("attention.head_count")
-    hidden = required("embedding_length")
+    heads, hidden = int(own["attention.head_count"]), int(own["embedding_length"])
     # An answer may end with the token of a document's end or with that of a turn's end.
-    ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     # transformers takes one id or a list of distinct ones.
     ends = list(dict.fromkeys(number for number in ends if number is not None))
-    settings = {
+    settings: dict[str, Any] = {
         "architectures": [model_class.__name__],
         "vocab_size": len(tensors["token_embd.weight"].data),
         "hidden_size": hidden,
-        "intermediate_size": required("feed_forward_length"),
-        "num_hidden_layers": required("block_count"),
+        "intermediate_size": int(own["feed_forward_length"]),
+        "num_hidden_layers": int(own["block_count"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(value(f"{architecture}.attention.head_count_kv", heads)),
-        "head_dim": int(value(f"{architecture}.attention.key_length", hidden // heads)),
-        "max_position_embeddings": required("context_length"),
+        "num_key_value_heads": int(own.get("attention.head_count_kv", heads)),
+        "head_dim": int(own.get("attention.key_length", hidden // heads)),
+        "max_position_embeddings": int(own["context_length"]),
         # The shortest decimal for the file's fp32: 1e-05, not 9.999999747378752e-06.
-        "rms_norm_eps": float(str(np.float32(metadata[f"{architecture}.attention.layer_norm_rms_epsilon"]()))),
+        "rms_norm_eps": float(str(np.float32(own["attention.layer_norm_rms_epsilon"]))),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": value("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": value("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         # Quantized weights become bfloat16.
         "dtype": UNQUANTIZED.get(tensors["blk.0.attn_q.weight"].tensor_type.name, torch.bfloat16),
     }
-    settings["rope_parameters"] = _rope(architecture, value, tensors, settings["head_dim"])
+    settings["rope_parameters"] = _rope(own, tensors, settings["head_dim"])
     if hasattr(model_class.config_class(), "attention_bias"):  # Qwen2 always has biases
         settings["attention_bias"] = "blk.0.attn_q.bias" in tensors
     return model_class.config_class(**settings)
 
 
-def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """transformers' `rope_parameters`. Raises UserError for a scaling that transformers does not have."""
-    prefix = f"{architecture}.rope."
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(value(f"{prefix}freq_base", 10000.0))}
-    kind = value(f"{prefix}scaling.type", "none")
+def _rope(own: Mapping[str, Any], tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """transformers' `rope_parameters`. own: the file's metadata of the architecture. Raises UserError for a scaling
+    that transformers does not have."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(own.get("rope.freq_base", 10000.0))}
+    kind = own.get("rope.scaling.type", "none")
     # llama.cpp stores Llama 3.1's scaling as divisors and no settings.
     if ROPE_FACTORS in tensors:
         return rope | _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data), rope["rope_theta"], head_dim)
@@ -143,8 +135,8 @@ def _rope(architecture: str, value: Callable[..., Any], tensors: dict[str, Any],
         return rope
     if kind not in ("linear", "yarn"):
         raise UserError(f"{kind} rotary scaling; supported are linear, yarn and Llama 3.1's")
-    rope |= {"rope_type": kind, "factor": float(value(f"{prefix}scaling.factor", 1.0))}
-    if original := value(f"{prefix}scaling.original_context_length"):
+    rope |= {"rope_type": kind, "factor": float(own.get("rope.scaling.factor", 1.0))}
+    if original := own.get("rope.scaling.original_context_length"):
         rope["original_max_position_embeddings"] = int(original)
     return rope
 

@@ -1,7 +1,7 @@
 """The tokenizer described by a GGUF file's metadata, in the files that transformers' AutoTokenizer loads."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,39 +44,35 @@ SPLITS = {
 """Pre-tokenizers by the value of `tokenizer.ggml.pre`."""
 
 
-def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], max_length: int) -> None:
+def write_tokenizer(folder: Path, metadata: Mapping[str, Any], max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json for a byte-level BPE or a SentencePiece BPE.
 
-    metadata: maps GGUF keys to functions that return the values. max_length: in tokens. Raises UserError for another
-    kind of tokenizer and for an unknown pre-tokenizer.
+    metadata: the file's, by GGUF key. max_length: in tokens. Raises UserError for another kind of tokenizer and for an
+    unknown pre-tokenizer.
     """
-
-    def value(key: str, default: Any = None) -> Any:
-        key = f"tokenizer.{key}"
-        return metadata[key]() if key in metadata else default
-
-    tokens = value("ggml.tokens")
-    model = value("ggml.model")
+    prefix = "tokenizer.ggml."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    tokens, model = own.get("tokens"), own.get("model")
     if tokens is None:
         raise UserError("has no tokenizer; use the model's own folder")
 
-    ids = {name: value(f"ggml.{key}_token_id") for name, key in SPECIAL.items()}
+    ids = {name: own.get(f"{key}_token_id") for name, key in SPECIAL.items()}
     special = {name: tokens[number] for name, number in ids.items() if number is not None}
     if model == "gpt2":
-        tokenizer = _byte_level_bpe(tokens, value("ggml.merges", []), value("ggml.pre", "gpt-2"))
+        tokenizer = _byte_level_bpe(tokens, own.get("merges", []), own.get("pre", "gpt-2"))
     elif model == "llama":
-        prefixed = value("ggml.add_space_prefix", True)
-        tokenizer = _sentencepiece_bpe(tokens, value("ggml.scores"), special.get("unk"), prefixed)
+        prefixed = own.get("add_space_prefix", True)
+        tokenizer = _sentencepiece_bpe(tokens, own["scores"], special.get("unk"), prefixed)
     else:
         raise UserError(f"a tokenizer of kind {model!r}; supported are 'gpt2' and 'llama'")
 
     # These tokens are matched before the text is split.
-    types = value("ggml.token_type", [])
+    types = own.get("token_type", [])
     whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL) for token, kind in whole])
 
     # Without a setting, llama.cpp adds the BOS for these kinds of tokenizers.
-    adds_bos = value("ggml.add_bos_token", model == "llama" or SPLITS.get(value("ggml.pre")) is LLAMA3)
+    adds_bos = own.get("add_bos_token", model == "llama" or SPLITS.get(own.get("pre", "")) is LLAMA3)
     if adds_bos and "bos" in special:
         bos = special["bos"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -90,16 +86,16 @@ def write_tokenizer(folder: Path, metadata: Mapping[str, Callable[..., Any]], ma
         "clean_up_tokenization_spaces": False,
         **{f"{name}_token": token for name, token in special.items()},
     }
-    if templates := _chat_templates(value):
+    if templates := _chat_templates(metadata):
         settings["chat_template"] = templates
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _chat_templates(value: Callable[..., Any]) -> str | list[dict[str, str]] | None:
-    """The chat template if it is the only one, all by name, or None. value: function of a key after "tokenizer."."""
-    names = value("chat_templates", [])
-    templates = {name: text for name in names if (text := value(f"chat_template.{name}"))}
-    if default := value("chat_template"):
+def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """The chat template if it is the only one, all by name, or None."""
+    names = metadata.get("tokenizer.chat_templates", [])
+    templates = {name: text for name in names if (text := metadata.get(f"tokenizer.chat_template.{name}"))}
+    if default := metadata.get("tokenizer.chat_template"):
         templates[DEFAULT] = default
     named = [{"name": name, "template": text} for name, text in templates.items()]
     return default if default and len(named) == 1 else named or None

@@ -87,9 +87,7 @@ class GlideMixin(PretrainedPairMixin):
         # The loaded target's modules replace those built here, so these need no memory.
         with without_memory(config):
             super().__init__(config)
-        # Logs which attention runs; `use_flash` alone decides about flash-attn.
-        resolve_attention(attn_implementation)
-        self.use_flash = (attn_implementation or "").startswith("flash")
+        self.use_flash = resolve_attention(attn_implementation).startswith("flash")
         loading |= at_revision(loading.pop("revision", None))
         target = self._load_target(config, target_model_path, dtype=checked_dtype(torch_dtype), **loading)
         self.config, self.generation_config = target.config, target.generation_config

@@ -23,15 +23,15 @@ from longspec.models.draft_files import (
     options_of,
     stated_options,
 )
-from longspec.models.draft_layer import GLIDE, OPTION_KEYS, GlideDecoderLayer
+from longspec.models.draft_layer import OPTION_KEYS, GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import check_no_adapter, check_target, check_target_path, local_target, read_config
 from longspec.models.target_sample import TargetSample, take_sample
-from longspec.models.target_split import has_parts, rank_config, read_part, stored_weights
+from longspec.models.target_split import has_parts, rank_config, read_part
 from longspec.models.weight_checks import check_all_used, check_weights
-from longspec.models.weight_files import weight_errors
+from longspec.models.weight_files import stored_weights, weight_errors
 
 LOADED_WITH = (
     "hf_device_map",
@@ -116,10 +116,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
 
         # An argument takes precedence over the state dict's metadata.
         glide = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
-        asked = [name for name, value in glide.items() if value is not None]
-        if architecture not in (None, GLIDE) and asked:
-            raise UserError(f"{asked[0]}: an option of GLIDE; use architecture_options")
-        named: dict[str, Any] = {OPTION_KEYS[name]: glide[name] for name in asked}
+        named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in glide.items() if value is not None}
         named |= {} if architecture is None else {ARCHITECTURE_KEY: architecture}
         named |= {} if not architecture_options else {OPTIONS_KEY: architecture_options}
         saved = getattr(state_dict, "_metadata", None)  # of a state dict that torch.load read from a draft's .pth file
@@ -133,7 +130,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         if draft_vocabulary is not None:
             if state_dict is not None or glide_path is not None:
                 raise UserError("draft_vocabulary: for a fresh draft; a saved draft has its own list")
-            vocabulary = checked_tokens(draft_vocabulary, config.vocab_size, "draft_vocabulary")
+            vocabulary = checked_tokens(draft_vocabulary, config.vocab_size)
 
         # transformers renamed torch_dtype to dtype; both are accepted.
         dtype = dtype or torch_dtype or "auto"

@@ -123,13 +123,8 @@ def last_keys_values(
     *before, last = backbone.layers  # type: ignore[misc, union-attr]
     kept = ChosenKV(others)
     hidden = embeddings
-
-    def attend_and_keep(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        return attend(q, *kept.update(k, v, layer), scale)
-
-    for number, layer in enumerate(before):
-        keeping = partial(attend_and_keep, layer=number)
-        hidden = layer(hidden, position_ids=positions, position_embeddings=rope, attend=keeping)
+    for layer in before:
+        hidden = layer(hidden, position_ids=positions, position_embeddings=rope, past_key_values=kept, attend=attend)
 
     # The draft reads only keys and values of the last layer, so its attention and MLP are skipped.
     attention = last.self_attn

@@ -8,8 +8,7 @@ of the vocabulary's rows (the last rank may get fewer). All ranks get the norms.
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import read_config
 from longspec.models.weight_checks import check_weights
-from longspec.models.weight_files import is_plain, weight_errors, weight_files
+from longspec.models.weight_files import is_plain, opened, weight_files
 from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -149,24 +148,12 @@ def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, worl
     # One weight file is open at a time, because a target may exceed the host's memory.
     for number, file in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with _opened(file) as weights:
+        with opened(file) as weights:
             for rank, folder in enumerate(folders):
                 save_file(cut_weights(weights, rank, world), folder / name, metadata={"format": "pt"})
 
     for folder in folders:
         _write_index(folder)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[dict[str, Any]]:
-    """The weights of a file by name; `weight[slices]` reads only that part. No code in the file runs. Raises
-    UserError."""
-    with weight_errors(f"{file}: cannot be read or split"):
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as weights:
-                yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-        else:
-            yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
@@ -188,35 +175,9 @@ def read_part(source: Path, rank: int, world: int) -> dict[str, Tensor]:
     """One rank's part of the target in the folder `source`, which is not split. Raises UserError."""
     parts: dict[str, Tensor] = {}
     for file in weight_files(source):
-        with _opened(file) as weights:
+        with opened(file) as weights:
             parts |= cut_weights(weights, rank, world)
     return parts
-
-
-class StoredWeight:
-    """A weight in a safetensors file that is read when it is indexed."""
-
-    def __init__(self, file: Path, name: str) -> None:
-        self.file, self.name = file, name
-
-    def __getitem__(self, index: Any) -> Tensor:
-        # The mapping of the file ends with the result, so that the pages of other weights take no memory.
-        with safe_open(self.file, "pt") as weights:
-            return weights.get_tensor(self.name)[index]
-
-
-def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
-    """The weights of a local target by name, None unless it is a folder with safetensors. Raises UserError."""
-    if not folder.is_dir():
-        return None
-    files = weight_files(folder)
-    if any(file.suffix != ".safetensors" for file in files):
-        return None
-    weights: dict[str, StoredWeight] = {}
-    for file in files:
-        with _opened(file) as contents:
-            weights |= {name: StoredWeight(file, name) for name in contents}
-    return weights
 
 
 def _write_index(folder: Path) -> None:

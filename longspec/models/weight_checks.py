@@ -3,18 +3,17 @@
 transformers casts float8 and integer matrices to the model's dtype and ignores weights that the model does not have.
 """
 
-import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from longspec.errors import UserError
-from longspec.models.weight_files import WEIGHT_ERRORS, cached_folder, check_start, weight_files
+from longspec.models.weight_files import cached_folder, check_start, opened, stored_weights, weight_files
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the dtypes that need no scale."""
@@ -55,9 +54,10 @@ def check_all_used(unexpected: Iterable[str], target: str | Path, config: PreTra
     """Raise UserError for `unexpected` weights in a target's files that the loaded model does not have. Biases of
     zeros, scales of a float8 KV cache and rotary tables, which follow from config.json, are allowed."""
     unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and ".rotary_emb." not in name)
-    if Path(target).is_dir() and all(name.endswith(".bias") for name in unused):
+    if unused and all(name.endswith(".bias") for name in unused):
         # Some GPTQ files hold a bias of zeros for every matrix.
-        unused = [name for name in unused if _is_nonzero(name, Path(target))]
+        stored = stored_weights(Path(target)) or {}
+        unused = [name for name in unused if name not in stored or stored[name][:].any()]
     if unused:
         raise UserError(
             f"{target}: {_named(unused)} would be ignored, because a {config.model_type} target with this config.json "
@@ -88,28 +88,16 @@ def _stored_kinds(files: Iterable[Path]) -> dict[str, str]:
     out; loading it reports the reason."""
     kinds: dict[str, str] = {}
     for file in files:
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt") as weights:
-                    kinds |= {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-            else:
-                state = torch.load(file, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(file))
-                for name, weight in state.items():
-                    is_float = weight.dtype.is_floating_point and weight.dtype.itemsize > 1
-                    kinds[name] = FLOATING[1] if is_float else str(weight.dtype).removeprefix("torch.")
-        except WEIGHT_ERRORS:
-            continue
+        with suppress(UserError), opened(file) as weights:
+            kinds |= {name: _kind(weight) for name, weight in weights.items()}
     return kinds
 
 
-def _is_nonzero(name: str, folder: Path) -> bool:
-    for file in weight_files(folder):
-        if file.suffix != ".safetensors":
-            continue
-        with safe_open(file, "pt") as weights:
-            if name in weights.keys():  # noqa: SIM118
-                return bool(weights.get_tensor(name).any())
-    return True
+def _kind(weight: Any) -> str:
+    if not isinstance(weight, Tensor):
+        return str(weight.get_dtype())
+    is_float = weight.dtype.is_floating_point and weight.dtype.itemsize > 1
+    return FLOATING[1] if is_float else str(weight.dtype).removeprefix("torch.")
 
 
 def _named(names: list[str]) -> str:

@@ -90,6 +90,44 @@ def weight_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({reason})") from error
 
 
+@contextmanager
+def opened(file: Path) -> Iterator[dict[str, Any]]:
+    """The weights of a target's file by name; `weight[slices]` reads only that part. No code in the file runs. Raises
+    UserError."""
+    with weight_errors(f"{file}: cannot be read"):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as weights:
+                yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+        else:
+            yield torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
+class StoredWeight:
+    """A weight in a safetensors file that is read when it is indexed."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.file, self.name = file, name
+
+    def __getitem__(self, index: Any) -> Tensor:
+        # The mapping of the file ends with the result, so that the pages of other weights take no memory.
+        with safe_open(self.file, "pt") as weights:
+            return weights.get_tensor(self.name)[index]
+
+
+def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
+    """The weights of a local target by name, None unless it is a folder with safetensors. Raises UserError."""
+    if not folder.is_dir():
+        return None
+    files = weight_files(folder)
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    weights: dict[str, StoredWeight] = {}
+    for file in files:
+        with opened(file) as contents:
+            weights |= {name: StoredWeight(file, name) for name in contents}
+    return weights
+
+
 def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors in a safetensors file or a pickle, on the CPU, mapped from the file. Raises UserError. A pickle's
     result keeps the `_metadata` of the state dict that was saved."""

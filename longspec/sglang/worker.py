@@ -27,7 +27,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2, _get_plan_stre
 from sglang.srt.speculative.frozen_kv_mtp_utils import select_last_extend_hidden
 from torch import Tensor
 
-from longspec.kernels.shared.device import describe_gpu, upload
+from longspec.kernels.shared.device import upload
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.sglang.checks import load_layer, suits_greedy_round
 from longspec.sglang.draft_model import DraftModel
@@ -70,8 +70,7 @@ class GlideWorker(EAGLEWorkerV2):
         weights = self.runner.model.get_embed_and_head()
         self.model = DraftModel(layer, config, weights, table.shape[1], len(table), group)
         self.sizes = VerifySizes(self.speculative_num_steps, self.speculative_num_draft_tokens, self.topk)
-        attention = TritonAttention(describe_gpu(table.device))
-        self.attend = partial(attention.paged, capacity=self.runner.model_config.context_len)
+        self.attend = partial(TritonAttention().paged, capacity=self.runner.model_config.context_len)
         pool = token_to_kv_pool_allocator.get_kvcache()
         self.drafter = Drafter(self.model, self.sizes, pool, table, self.attend)
 

@@ -22,7 +22,6 @@ from longspec.inference.engine.capture import compile_ahead
 from longspec.inference.engine.modes import KINDS, Mode
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, Drafting
-from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton import compile_ahead as module
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.backend import TritonBackend
@@ -38,7 +37,7 @@ def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
     launches = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **settings: launches.append(kernel))
     model = make_pair(tmp_path)
-    backend = TritonBackend(TritonAttention(describe_gpu(torch.device("cpu"))))
+    backend = TritonBackend(TritonAttention())
     runner = FusedRunner(model, backend)
     runner.prepare(256)
     batch = Batch(runner, Drafting(method, (4, 16, 16), 4, rule, None, method == "tree"), 2, 200)

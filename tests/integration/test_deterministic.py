@@ -24,7 +24,6 @@ from longspec.inference.request import Sampling
 from longspec.inference.sampling import GREEDY
 from longspec.kernels import DETERMINISTIC
 from longspec.kernels.backend import Backend
-from longspec.kernels.shared.device import Gpu
 from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 from longspec.models.glide import GlideMixin
 
@@ -79,7 +78,7 @@ class TokensInATree(Drafter):
 def test_a_tree_leaves_the_bits_that_decoding_one_token_at_a_time_leaves(tmp_path: Path) -> None:
     """Keys and values of two rows in one round against each row alone; one row's path passes a border of blocks."""
     model = make_pair(tmp_path, "qwen3", torch.float16, num_hidden_layers=2, initializer_range=0.05)
-    runner = FusedRunner(model, Interpreted(DeterministicAttention(Gpu(16, 160 * 1024, overlaps=False))))
+    runner = FusedRunner(model, Interpreted(DeterministicAttention()))
     prompts, lengths, depth = torch.randint(0, 61, (2, 62), generator=torch.Generator().manual_seed(1)), [62, 5], 3
 
     def batch_of(drafter: Drafter, rows: slice) -> StaticBatch:

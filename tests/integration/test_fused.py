@@ -20,7 +20,6 @@ from longspec.inference.runner import Runner, model_backend
 from longspec.inference.sampling import GREEDY
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeBackend
-from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.fused import can_fuse
@@ -101,9 +100,8 @@ def test_a_pass_of_one_token_attends_from_the_projection(tmp_path: Path, family:
     """A ragged batch: tokens, hidden states and keys and values of vanilla rounds equal those of transformers."""
     model = random_pair(tmp_path, family).to(device)
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
-    attention = TritonAttention(describe_gpu(torch.device(device)))
     found = []
-    for runner in (Runner(model), FusedRunner(model, BACKENDS["triton"](attention))):
+    for runner in (Runner(model), FusedRunner(model, BACKENDS["triton"](TritonAttention()))):
         engine = StaticBatch(runner, make_drafter(Drafting("vanilla"), runner, 2, GREEDY), GREEDY, prompts, [9, 4], 20)
         outputs = [engine.prefill()]
         for _ in range(3):

@@ -1,14 +1,12 @@
-"""The error of verification attention relative to fp64: on torch, in Triton's interpreter and on the GPU."""
+"""The error of every backend's verification attention relative to fp64."""
 
-import importlib.util
 from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_devices import INTERPRETED
+from test_attention import BACKENDS, attend, takes  # noqa: F401
 from torch import Tensor
 
-from longspec.kernels.choice import choose_backend
 from longspec.kernels.torch.attention import DecodingAttention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -28,7 +26,6 @@ U32 = 2.0**-24
 """Unit roundoff of fp32, in which all backends accumulate."""
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def make_case(
@@ -72,7 +69,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor, s
     return out.view(q.shape), magnitude.view(q.shape[:-1])
 
 
-def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
+def check(backend: DecodingAttention, case: Case, dtype: torch.dtype) -> None:
     """The error of each query, relative to the norm of its exact output, is within the bound.
 
     The softmax weights and the output are rounded to the dtype once each, 2 u = eps with its unit roundoff u. The rest
@@ -84,7 +81,7 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
     q, k, v, lengths, tree_mask, scale = case
     q, k, v = (x.to(dtype) for x in (q, k, v))
     expected, magnitude = exact(q, k, v, lengths, tree_mask, scale)
-    got = attend(lengths, tree_mask)(q, k, v, scale)
+    got = backend.hybrid(lengths, tree_mask)(q, k, v, scale)
     assert got.dtype == dtype and got.isfinite().all()
     keys = (lengths + q.shape[2]).view(-1, 1, 1)
     bound = torch.finfo(dtype).eps + U32 * (6 * (q.shape[3] / 3) ** 0.5 * magnitude + keys**0.5 + 4)
@@ -93,59 +90,23 @@ def check(attend: Attention, case: Case, dtype: torch.dtype) -> None:
     assert worst <= 1, f"{worst:.2f} times the bound; errors per row {error.amax((1, 2)).tolist()}"
 
 
+Sizes = tuple[list[int], int, int, int, int]
+"""Lengths, KV heads, query heads per KV head, nodes and head_dim."""
+ON_CPU: list[Sizes] = [([0, 1, 64, 500], 1, 4, 69, 64), ([2048], 1, 4, 69, 64), ([0, 1, 65], 1, 4, 1, 128)]
+INTERPRETED: list[Sizes] = [([0, 130], 1, 1, 33, 64), ([0, 1, 65], 1, 4, 1, 128)]
+ON_GPU: list[Sizes] = [([n], 8, 4, nodes, 128) for n in (0, 1, 4096, 32768, 131072) for nodes in (1, 69)]
+
+
+@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", LOGITS)
-def test_torch_attention_is_as_exact_as_its_dtype(logits: str, dtype: torch.dtype) -> None:
-    for lengths in ([0, 1, 64, 500], [2048]):
-        check(DecodingAttention().hybrid, make_case(logits, lengths, 1, 4, 69, 64, "cpu"), dtype)
-
-
-@INTERPRETED
-@pytest.mark.parametrize(
-    ("dtype", "logits", "splits", "lengths", "group", "nodes", "head_dim"),
-    [
-        # Not in bf16, whose bit patterns the interpreter's tl.dot multiplies.
-        *((torch.float32, logits, 3, [0, 130], 1, 33, 64) for logits in LOGITS),
-        *((torch.float16, logits, 2, [0, 1, 65], 4, 1, 128) for logits in LOGITS),
-        (torch.float32, "plain", 1, [2048], 4, 1, 128),
-    ],
-)
-def test_interpreted_kernels_are_as_exact_as_their_dtype(
-    dtype: torch.dtype,
+def test_attention_is_as_exact_as_its_dtype(
     logits: str,
-    splits: int,
-    lengths: list[int],
-    group: int,
-    nodes: int,
-    head_dim: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    attend: tuple[DecodingAttention, str],  # noqa: F811
 ) -> None:
-    """The kernels in the order in which CUDA runs them, with the number of splits fixed."""
-    pytest.importorskip("triton")
-    from longspec.kernels.shared.device import Gpu
-    from longspec.kernels.triton import attention as triton_attention
-
-    monkeypatch.setattr(triton_attention, "count_splits", lambda *shape: splits)
-    attend = triton_attention.TritonAttention(Gpu(16, 160 * 1024, overlaps=False))
-    check(attend.hybrid, make_case(logits, lengths, 1, group, nodes, head_dim, "cpu"), dtype)
-
-
-NEEDS_FLASH = pytest.mark.skipif(not importlib.util.find_spec("fa3_fwd_interface"), reason="needs fa3-fwd")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", pytest.param("flash", marks=NEEDS_FLASH)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logits", LOGITS)
-@pytest.mark.parametrize("nodes", [1, 69])
-@pytest.mark.parametrize("length", [0, 1, 4096, 32768, 131072])
-def test_gpu_attention_is_as_exact_as_its_dtype(
-    length: int, nodes: int, logits: str, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from longspec.kernels.triton import flash_attention
-
-    if backend == "flash" and dtype != torch.bfloat16:
+    backend, device = attend
+    if not takes(backend, device, dtype):
         pytest.skip("not for this dtype")
-    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
-    attend = choose_backend(backend, torch.device("cuda"), dtype, 128).attention
-    check(attend.hybrid, make_case(logits, [length], 8, 4, nodes, 128, "cuda"), dtype)
+    for sizes in ON_GPU if device == "cuda" else INTERPRETED if backend.name == "triton" else ON_CPU:
+        check(backend, make_case(logits, *sizes, device), dtype)

@@ -3,24 +3,19 @@
 import attention_reference
 import pytest
 import torch
-from kernel_devices import DEVICES
+from kernel_devices import DEVICES, random
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.deterministic import causal_attention, path_attention, root_paths
 from longspec.kernels.triton.deterministic_blocks import count_splits
 from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
 
-SHARED_MEMORY = 160 * 1024
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 """The interpreter has no bf16 dot, and the order of its fp32 dot depends on the shape."""
-
-
-def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def random_tree(nodes: int, device: str) -> Tensor:
@@ -77,8 +72,9 @@ def test_norms_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, devi
     def rotated(own: slice) -> list[Tensor]:
         keys, values = torch.zeros(2, 1, 2, tokens, head_dim, dtype=dtype, device=device)
         positions = torch.arange(tokens, device=device)[None, own]
+        slots = TokenSlots(positions, (cos, sin), keys, values, positions)
         norms = HeadNorms(q_norm, k_norm, 1e-6)
-        q = rotate_and_store(qkv[:, own].contiguous(), positions, (cos, sin), keys, values, positions, norms)
+        q = rotate_and_store(qkv[:, own].contiguous(), slots, norms)
         return [q, keys[:, :, own], values[:, :, own]]
 
     for got, whole in zip(rotated(some), rotated(slice(0, tokens)), strict=True):
@@ -117,8 +113,8 @@ def test_a_node_attends_like_one_token_after_its_path(
     q = random(len(lengths), nodes, kv_heads * group, head_dim, dtype=dtype, device=device, seed=1).transpose(1, 2)
     paths = root_paths(random_tree(nodes, device).expand(len(lengths), -1, -1))
     scale, on_device = head_dim**-0.5, torch.tensor(lengths, dtype=torch.int32, device=device)
-    got = path_attention(q, k, v, on_device, paths, scale, SHARED_MEMORY, False)
-    expected = attention_reference.path_attention(q, k, v, on_device, paths, scale, SHARED_MEMORY, False)
+    got = path_attention(q, k, v, on_device, paths, scale)
+    expected = attention_reference.path_attention(q, k, v, on_device, paths, scale)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.004)
 
     for row, length in enumerate(lengths):
@@ -130,9 +126,9 @@ def test_a_node_attends_like_one_token_after_its_path(
             keys[:, :, : len(slots)], values[:, :, : len(slots)] = k[row, None][:, :, slots], v[row, None][:, :, slots]
             last = torch.tensor([len(slots) - 1], dtype=torch.int32, device=device)
             one = q[row, None, :, node, None]
-            alone = path_attention(one, keys, values, last, None, scale, SHARED_MEMORY, False)
+            alone = path_attention(one, keys, values, last, None, scale)
             assert torch.equal(alone[0, :, 0], got[row, :, node]), (row, node)
-            read = causal_attention(one, keys[:, :, : len(slots)], values[:, :, : len(slots)], scale, SHARED_MEMORY)
+            read = causal_attention(one, keys[:, :, : len(slots)], values[:, :, : len(slots)], scale)
             assert torch.equal(read[0, :, 0], got[row, :, node]), (row, node)
 
 
@@ -141,9 +137,9 @@ def test_a_node_attends_like_one_token_after_its_path(
 def test_the_chunks_of_a_prompt_do_not_change_its_attention(dtype: torch.dtype, device: str) -> None:
     k, v = random(2, 1, 2, 300, 64, dtype=dtype, device=device)
     q = random(1, 6, 300, 64, dtype=dtype, device=device, seed=1)
-    whole = causal_attention(q, k, v, 0.125, SHARED_MEMORY)
-    expected = attention_reference.causal_attention(q, k, v, 0.125, SHARED_MEMORY)
+    whole = causal_attention(q, k, v, 0.125)
+    expected = attention_reference.causal_attention(q, k, v, 0.125)
     torch.testing.assert_close(whole, expected, rtol=0.02, atol=0.004)
     for first, end in [(0, 5), (5, 255), (255, 257), (257, 300)]:
-        chunk = causal_attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], 0.125, SHARED_MEMORY)
+        chunk = causal_attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], 0.125)
         assert torch.equal(chunk, whole[:, :, first:end])

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from longspec.errors import UserError
 from longspec.inference.registry import DRAFTS, EMBEDDED_DRAFTS
-from longspec.models.draft_files import check_draft, draft_settings, load_draft
+from longspec.models.draft_files import check_draft, draft_settings, list_size, load_draft
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.families import family_class
@@ -36,12 +36,8 @@ def published_state() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     if form == "pth":
         torch.save(state, folder / "any_name.pth")
         return folder / "any_name.pth"
@@ -64,7 +60,7 @@ def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
 def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None:
     state = published_state()
     make_pair(tmp_path / "target")
-    draft = write(state, form, made(tmp_path / "draft"))
+    draft = write(state, form, tmp_path / "draft")
     model = LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=draft, torch_dtype=torch.float32)
     loaded = model.draft_model.state_dict()
     assert set(state) - set(loaded) == {f"cross_attn.{p}_proj.{k}" for p in "kv" for k in ("weight", "bias")}
@@ -97,23 +93,39 @@ def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: 
         load_draft(tmp_path / "small")
 
 
-@pytest.mark.parametrize("form", ["pth", "hub", "saved pair"])
-def test_a_draft_of_another_target_of_the_same_shape_is_reported(
+@pytest.mark.parametrize("form", ["pth", "hub", "file of the hub's folder", "saved pair"])
+def test_all_that_belongs_to_a_draft_comes_back_from_every_form(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same target says nothing, in any dtype."""
-    pair = make_pair(tmp_path / "first", dtype=torch.bfloat16)
+    """Weights, options, vocabulary list and target, also where the weight file alone is moved. A target of the same
+    shape with other weights is reported; the same one says nothing, in any dtype."""
+    options, tokens = DraftOptions(64, (1, 0), True), torch.tensor([0, 3, 4, 9, 60])
+    pair = make_pair(tmp_path / "first", dtype=torch.bfloat16, options=options)
     make_pair(tmp_path / "second", seed=7)
+    pair.draft_model.set_vocabulary(tokens)
     state, sample = pair.draft_model.state_dict(), take_sample(pair, str(tmp_path / "first"))
-    draft = tmp_path / "draft.pth" if form == "pth" else tmp_path / "draft"
+    draft = tmp_path / "draft"
     if form == "pth":
-        save_draft_file(state, draft, target=sample)
-    elif form == "hub":
-        save_draft_folder(state, pair.config, draft, target=sample)
-    else:
+        save_draft_file(state, tmp_path / "out" / "x.pth", options, sample)
+        draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
+        plain = LlamaGlideDecoderLayer(pair.config, options)  # still plain weights for everybody else
+        plain.set_vocabulary(tokens)
+        plain.load_state_dict(torch.load(draft, weights_only=True))
+    elif form == "saved pair":
         pair.save_pretrained(draft)
+    else:
+        save_draft_folder(state, pair.config, draft, options, target=sample)
+    if form.startswith("file"):
+        draft = (draft / "model.safetensors").rename(tmp_path / "moved.safetensors")
+
+    saved = load_draft(draft)
+    assert saved.keys() == state.keys() and all(torch.equal(saved[name], weight) for name, weight in state.items())
+    assert saved["d2t"].dtype == torch.int64 and saved["d2t"].tolist() == [0, 2, 2, 6, 56]
+    assert saved["t2d"].dtype == torch.bool and saved["t2d"].nonzero()[:, 0].tolist() == tokens.tolist()
+    assert list_size(draft) == 5 and draft_settings(draft).options == options
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        LlamaGlide.from_pretrained(tmp_path / "first", glide_path=draft, dtype=dtype)
+        loaded = LlamaGlide.from_pretrained(tmp_path / "first", glide_path=draft, dtype=dtype).draft_model
+        assert loaded.options == options and torch.equal(loaded.vocabulary, tokens)
     assert not caplog.records
     LlamaGlide.from_pretrained(tmp_path / "second", glide_path=draft)
     assert "was trained for first, whose weights are not those of second" in caplog.text
@@ -127,27 +139,6 @@ def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
         assert pair.draft_model.window == window
 
 
-@pytest.mark.parametrize("form", ["pth", "hub", "file of the hub's folder"])
-def test_options_survive_extraction(tmp_path: Path, form: str) -> None:
-    """Also where the weight file alone is moved: then no configuration says them."""
-    options = DraftOptions(64, (1, 0), True)
-    pair = make_pair(tmp_path / "target", options=options)
-    state = pair.draft_model.state_dict()
-    if form == "pth":
-        save_draft_file(state, tmp_path / "out" / "x.pth", options)
-        draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
-    else:
-        save_draft_folder(state, pair.config, tmp_path / "hub", options)
-        draft = tmp_path / "hub"
-    if form.startswith("file"):
-        draft = (draft / "model.safetensors").rename(tmp_path / "moved.safetensors")
-    model = LlamaGlide.from_pretrained(tmp_path / "target", glide_path=draft)
-    assert model.draft_model.options == draft_settings(draft).options == options
-    assert all(torch.equal(weight, state[name]) for name, weight in model.draft_model.state_dict().items())
-    if draft.suffix == ".pth":  # still plain weights for everybody else
-        LlamaGlideDecoderLayer(pair.config, options).load_state_dict(torch.load(draft, weights_only=True))
-
-
 def test_files_of_a_published_draft_say_no_more_than_its_window(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "target")
     state = pair.draft_model.state_dict()
@@ -158,6 +149,7 @@ def test_files_of_a_published_draft_say_no_more_than_its_window(tmp_path: Path) 
     assert read_metadata(tmp_path / "hub" / "model.safetensors") == {"format": "pt", "draft_window": "512"}
     config = json.loads((tmp_path / "hub" / "config.json").read_text())
     assert [key for key in config if key.startswith("draft_")] == ["draft_window"]
+    assert load_draft(tmp_path / "hub").keys() == state.keys() and list_size(tmp_path / "hub") is None
 
 
 def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path) -> None:
@@ -196,8 +188,7 @@ def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, messag
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     """The weight file's own comes first, then config.json, then the training configuration."""
     state = make_pair(tmp_path / "target").draft_model.state_dict()
-    folder = made(tmp_path / "draft")
-    torch.save(state, folder / "draft_model_weights.pth")
+    folder = write(state, "folder", tmp_path / "draft")
     (folder / "training_config.yaml").write_text(
         "model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n  mlp_size: 48\n"
     )
@@ -212,18 +203,31 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "route"), [(float("nan"), "check"), (float("inf"), "state_dict"), (float("-inf"), "glide_path")]
+    ("change", "message"),
+    [
+        (lambda s: s.pop("mlp.up_proj.weight"), "missing mlp.up_proj.weight"),
+        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
+        (
+            lambda s: s.update({"self_attn.k_proj.weight": torch.ones(32, 32)}),
+            r"self_attn.k_proj.weight is \[32, 32\], the target needs \[16, 32\]",
+        ),
+        *(
+            (lambda s, x=x: s["self_attn.q_proj.bias"].fill_(x), r"weight self_attn\.q_proj\.bias contains NaN or Inf")
+            for x in (torch.nan, torch.inf, -torch.inf)
+        ),
+    ],
 )
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float, route: str) -> None:
+def test_weights_that_do_not_fit_are_named(tmp_path: Path, change, message: str) -> None:
+    """On every route, also when configs ignore mismatched sizes."""
     make_pair(tmp_path / "target")
     state = published_state()
-    state["self_attn.q_proj.bias"][7] = value
+    change(state)
     file = write(state, "pth", tmp_path)
-    with pytest.raises(UserError, match=r"weight self_attn\.q_proj\.bias contains NaN or Inf"):
-        if route == "check":
-            check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
-        else:
-            LlamaGlide.from_pretrained(tmp_path / "target", **{route: state if route == "state_dict" else file})
+    with pytest.raises(UserError, match=message):
+        check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
+    for route in ({"state_dict": state}, {"glide_path": file}):
+        with pytest.raises(UserError, match=message):
+            LlamaGlide.from_pretrained(tmp_path / "target", ignore_mismatched_sizes=True, **route)
 
 
 def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -235,25 +239,6 @@ def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     LlamaGlide.from_pretrained(tmp_path / "target", glide_path=file)
     with pytest.raises(UserError, match=r"float16: the draft's weight mlp\.up_proj\.weight contains NaN or Inf"):
         LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=file)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("mlp.up_proj.weight"), "missing mlp.up_proj.weight"),
-        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
-        (
-            lambda s: s.update({"self_attn.k_proj.weight": torch.ones(32, 32)}),
-            r"self_attn.k_proj.weight is \[32, 32\], the target needs \[16, 32\]",
-        ),
-    ],
-)
-def test_misfit_is_named_even_when_configs_ignore_mismatched_sizes(tmp_path: Path, change, message: str) -> None:
-    make_pair(tmp_path)
-    state = published_state()
-    change(state)
-    with pytest.raises(UserError, match=message):
-        LlamaGlide.from_pretrained(tmp_path, state_dict=state, ignore_mismatched_sizes=True)
 
 
 def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A draft's vocabulary list survives every file format, and a list that does not fit is refused."""
+"""A draft's vocabulary list: where it comes from, and that one that does not fit is refused."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import make_pair, tiny_config
-from safetensors.torch import load_file
 
 from longspec.errors import UserError
 from longspec.inference.drafting.reduced_head import ReducedHead, head_bytes
 from longspec.inference.runner import Runner
 from longspec.models import draft_vocabulary
 from longspec.models.content import state_digest
-from longspec.models.draft_files import check_draft, list_size, load_draft
-from longspec.models.draft_saving import save_draft_file, save_draft_folder
+from longspec.models.draft_files import check_draft
 from longspec.models.draft_vocabulary import most_frequent, vocabulary_maps
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
@@ -33,46 +31,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     return model
 
 
-def save(pair: GlideMixin, form: str, folder: Path) -> Path:
-    state = pair.draft_model.state_dict()
-    if form == "pth":
-        save_draft_file(state, folder / "draft.pth")
-        return folder / "draft.pth"
-    if form == "plain folder":
-        torch.save(
-            {f"draft_model.{name}": weight for name, weight in state.items()}, folder / "draft_model_weights.pth"
-        )
-    elif form == "hf":
-        save_draft_folder(state, pair.config, folder)
-    else:
-        pair.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("form", ["pth", "plain folder", "hf", "pair"])
-def test_the_list_comes_back_from_every_format(pair: GlideMixin, form: str, tmp_path: Path) -> None:
-    draft = save(pair, form, tmp_path)
-    saved = load_draft(draft)
-    assert saved["d2t"].dtype == torch.int64 and saved["d2t"].tolist() == [0, 2, 2, 6, 56]
-    assert saved["t2d"].dtype == torch.bool and saved["t2d"].nonzero()[:, 0].tolist() == TOKENS.tolist()
-    assert list_size(draft) == 5
-    target = tmp_path if form == "pair" else pair.name_or_path
-    for given in ({"glide_path": draft}, {"state_dict": saved}):
-        loaded = LlamaGlide.from_pretrained(target, torch_dtype=torch.bfloat16, **given)
-        assert torch.equal(loaded.draft_model.vocabulary, TOKENS)
-        assert not any(parameter is loaded.draft_model.d2t for parameter in loaded.parameters())
-    # A state without a list lifts it.
+def test_a_state_dict_brings_its_list_and_one_without_lifts_it(pair: GlideMixin) -> None:
+    saved = pair.draft_model.state_dict()
+    loaded = LlamaGlide.from_pretrained(pair.name_or_path, torch_dtype=torch.bfloat16, state_dict=saved)
+    assert torch.equal(loaded.draft_model.vocabulary, TOKENS)
+    assert not any(parameter is loaded.draft_model.d2t for parameter in loaded.parameters())
     loaded.load_draft_state({name: w for name, w in saved.items() if name not in ("d2t", "t2d")}, "state")
     assert loaded.draft_model.vocabulary is None
-
-
-def test_drafts_without_a_list_have_no_entry_for_it(tmp_path: Path) -> None:
-    model = make_pair(tmp_path / "target")
-    model.save_pretrained(tmp_path / "pair")
-    parameters = {name for name, _ in model.draft_model.named_parameters()}
-    assert set(load_file(tmp_path / "pair" / "draft" / "model.safetensors")) == parameters
-    assert "vocab" not in (tmp_path / "pair" / "draft" / "config.json").read_text().replace("vocab_size", "")
-    assert list_size(tmp_path / "pair") is None
 
 
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], None]:

@@ -5,7 +5,6 @@ import io
 import json
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,7 @@ def test_named_chat_templates_come_along(tmp_path: Path) -> None:
     assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}<|im_end|>", "rag": "rag"}
     assert resolve_chat_format("auto", "tiny", "llama", tokenizer) == "tokenizer"
     tokens = ggml_metadata({"model": "gpt2", "tokens": ["a"], "merges": []})
-    write_tokenizer(tmp_path, tokens | {key: lambda value=value: value for key, value in names.items()}, 100)
+    write_tokenizer(tmp_path, tokens | names, 100)
     with pytest.raises(UserError, match="none named 'default': rag;"):
         resolve_chat_format("auto", "tiny", "llama", AutoTokenizer.from_pretrained(tmp_path))
 
@@ -132,8 +131,8 @@ def test_a_gguf_file_that_is_no_target_says_why(tmp_path: Path, content: dict[st
         resolve_target(str(tmp_path / "odd.gguf"))
 
 
-def ggml_metadata(values: dict[str, object]) -> dict[str, Callable[[], object]]:
-    return {f"tokenizer.ggml.{name}": lambda value=value: value for name, value in values.items()}
+def ggml_metadata(values: dict[str, object]) -> dict[str, object]:
+    return {f"tokenizer.ggml.{name}": value for name, value in values.items()}
 
 
 @pytest.mark.parametrize(

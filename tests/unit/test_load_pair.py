@@ -11,7 +11,7 @@ from training_fixtures import make_target
 from longspec import LlamaGlide, generate, load_pair
 from longspec.errors import UserError
 from longspec.inference import registry
-from longspec.models.target_split import stored_weights
+from longspec.models.weight_files import stored_weights
 
 
 def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from attention_reference import attention_with_lse
 from kernel_devices import random
+from layer_reference import check_rotation
 from pairs import make_pair
 
 from longspec.errors import UserError
@@ -17,8 +18,9 @@ from longspec.inference.fused_runner import make_runner
 from longspec.inference.generate import generate
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.native import library, operations
+from longspec.kernels.native.backend import NativeBackend
 from longspec.kernels.native.library import native_library
-from longspec.kernels.native.operations import MOST_TOKENS, Stores
+from longspec.kernels.native.operations import MOST_TOKENS
 from longspec.kernels.shared.residual import HeadNorms
 
 CPU = torch.device("cpu")
@@ -111,25 +113,8 @@ def test_rms_norm_equals_its_reference(size: int) -> None:
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 5, 40), (0, 3, 8), (6, 1, 20)])
 def test_rotate_and_store_equals_its_reference(heads: int, kv_heads: int, head_dim: int, has_norms: bool) -> None:
-    """A negative slot stores nothing, and no other place of the cache changes."""
     norms = HeadNorms(random(head_dim, seed=4), random(head_dim, seed=5), 1e-5) if has_norms else None
-    qkv = random(2, 3, (heads + 2 * kv_heads) * head_dim)
-    positions = torch.tensor([[0, 4, 4], [8, 9, 2]])
-    slots = torch.tensor([[0, 10, -1], [3, 1, 2]])
-    rope = random(12, head_dim, seed=1), random(12, head_dim, seed=2)
-    caches = random(2, 2, kv_heads, 11, head_dim, seed=3).unbind()
-    expected_caches = [cache.clone() for cache in caches]
-    expected = reference.rotate_and_store(qkv, positions, rope, *expected_caches, slots, norms=norms)
-
-    places = (torch.arange(2)[:, None] * caches[0].stride(0) + slots * head_dim).where(slots >= 0, -1)
-    found = operations.rotate_and_store(qkv.clone(), positions, rope, head_dim, Stores(*caches, places), norms)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for cache, wanted in zip(caches, expected_caches, strict=True):
-        torch.testing.assert_close(cache, wanted, rtol=1e-5, atol=1e-6)
-
-    if heads and not has_norms:
-        q = qkv[..., : heads * head_dim].contiguous()
-        torch.testing.assert_close(operations.rotate_and_store(q, positions, rope, head_dim), expected)
+    check_rotation(NativeBackend.stream, heads, kv_heads, head_dim, "cpu", norms)
 
 
 @pytest.mark.usefixtures("build")

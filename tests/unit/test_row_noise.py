@@ -51,9 +51,3 @@ def test_law_of_the_numbers() -> None:
     assert (ordered - steps).abs().max() < 1.95 / len(ordered) ** 0.5  # Kolmogorov-Smirnov at a level of 1e-3
     correlations = torch.corrcoef(both).triu(1).abs()  # seeds, positions and streams are unrelated
     assert correlations.max() < 5.2 / 2500**0.5  # 3,160 pairs at a level of 1e-3
-
-
-def test_numbers_depend_on_the_row_alone() -> None:
-    numbers = row_noise(SEEDS, POSITIONS, 2, (5, 6))
-    part = row_noise(SEEDS[2:3], POSITIONS[2:3], 2, (1, 6))
-    assert torch.equal(numbers[2, :1], part[0])

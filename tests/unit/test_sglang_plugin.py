@@ -18,7 +18,6 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import TokenSlots
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
@@ -115,9 +114,8 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     from longspec.kernels.triton.attention import TritonAttention
     from longspec.kernels.triton.backend import TritonBackend
 
-    gpu = describe_gpu(torch.device("cpu"))
-    monkeypatch.setattr(draft_model, "Backend", lambda attention: TritonBackend(TritonAttention(gpu)))
-    monkeypatch.setattr(sys.modules[__name__], "paged_attention", partial(TritonAttention(gpu).paged, capacity=64))
+    monkeypatch.setattr(draft_model, "Backend", lambda attention: TritonBackend(TritonAttention()))
+    monkeypatch.setattr(sys.modules[__name__], "paged_attention", partial(TritonAttention().paged, capacity=64))
     test_the_tree_is_that_of_our_own_engine(tmp_path, "qwen2", LISTED)
 
 
@@ -160,7 +158,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
         forward_metadata=metadata,
         token_to_kv_pool=pool,
     )
-    verify_with(backend, partial(TritonAttention(describe_gpu(torch.device("cpu"))).paged, capacity=64))
+    verify_with(backend, partial(TritonAttention().paged, capacity=64))
     sizes = {"tp_q_head_num": 2, "qk_head_dim": width, "scaling": width**-0.5, "layer_id": 0, "k_scale": None}
     features = {"is_cross_attention": False, "logit_cap": 0.0, "sliding_window_size": -1, "xai_temperature_len": -1}
     layer = SimpleNamespace(**sizes, **features)
@@ -171,7 +169,7 @@ def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
     expected = torch.empty(2, nodes, 2, width)
     tree, prefix = PagedTree(k, v, mask, mask_starts[:-1]), PagedPrefix(*pools, slots, starts[:-1], starts[1:])
     queries = q.view(2, nodes, 2, width).transpose(1, 2)
-    attention_reference.paged_attention(queries, prefix, expected, width**-0.5, 1, None, tree)  # type: ignore[arg-type]
+    attention_reference.paged_attention(queries, prefix, expected, width**-0.5, tree)
     torch.testing.assert_close(out.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 
     layer.sliding_window_size = 8

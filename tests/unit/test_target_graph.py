@@ -6,18 +6,11 @@ from typing import Any
 import pytest
 import torch
 from pairs import FAMILIES, OPTIONS, make_pair
-from torch import Tensor
 
 from longspec.kernels.training.segments import Segments
 from longspec.models.draft import TargetStates
 from longspec.models.target_graph import RUNS_BEFORE, TargetGraphs
 from longspec.train.loss import DraftLoss
-
-
-def given(rows: int, length: int, segments: int = 1, whole: bool = True) -> tuple[Tensor, Tensor, Segments, bool]:
-    tokens = torch.zeros(rows, length, dtype=torch.long)
-    borders = torch.linspace(0, tokens.numel(), segments + 1).long().tolist()
-    return tokens, tokens, Segments(borders, tokens.device), whole
 
 
 @pytest.mark.gpu

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from kernel_devices import DEVICES, INTERPRETED, TOLERANCE
+from kernel_devices import DEVICES, INTERPRETED, TOLERANCE, random
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 import attention_reference
 
-from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import Tiles
 from longspec.kernels.triton.token_attention import token_attention
@@ -30,31 +29,23 @@ def check(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compare the result, the cache and the counters; all slots but those of the prefix hold NaN. Returns the result
     and the cache."""
-    generator = torch.Generator().manual_seed(head_dim + splits)
     batch, capacity = len(lengths), max(lengths) + 5
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
     keys = torch.full((batch, kv_heads, capacity, head_dim), torch.nan)
     values = torch.full((capacity, batch, kv_heads, head_dim + 8), torch.nan).permute(1, 2, 0, 3)[..., :head_dim]
     for row, length in enumerate(lengths):
-        for store in (keys, values):
-            store[row, :, :length] = random(kv_heads, length, head_dim)
-    qkv = random(batch, 1, (group + 2) * kv_heads * head_dim)
-    angle = random(capacity, head_dim // 2).repeat(1, 2)
-    norms = random(2, head_dim).to(device, dtype)
+        keys[row, :, :length], values[row, :, :length] = random(2, kv_heads, length, head_dim, seed=row)
+    qkv = random(batch, 1, (group + 2) * kv_heads * head_dim, seed=5)
+    angle = random(capacity, head_dim // 2, seed=6).repeat(1, 2)
+    norms = random(2, head_dim, seed=7, dtype=dtype, device=device)
     qkv, keys, values, cos, sin = (x.to(device, dtype) for x in (qkv, keys, values, angle.cos(), angle.sin()))
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     numbers = used[:, None].long() if slots is None else torch.tensor(slots, device=device)[:, None]
-    overlap = describe_gpu(torch.device(device)).overlaps
     arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=device)
-    found = []
-    for function in (attention_reference.token_attention, token_attention):
+    weights, found = HeadNorms(*norms, 1e-2) if with_norms else None, []
+    for function, launch in ((attention_reference.token_attention, ()), (token_attention, (arrivals, splits, TILES))):
         stores = keys.clone(), values.clone()
         given = TokenSlots(used[:, None].long(), (cos, sin), *stores, numbers)
-        weights = HeadNorms(norms[0], norms[1], 1e-2) if with_norms else None
-        found.append((function(qkv, given, used, 0.15, weights, arrivals, splits, TILES, overlap), *stores))
+        found.append((function(qkv, given, used, 0.15, weights, *launch), *stores))
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found[1], found[0], atol=tolerance, rtol=tolerance, equal_nan=True)
     assert found[1][0].isfinite().all() and arrivals.eq(0).all()

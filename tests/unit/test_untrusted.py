@@ -90,19 +90,22 @@ def special(kind: str, file: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 @pytest.mark.parametrize(
-    "name", ["draft_model_weights.pth", "model.safetensors", "config.json", "training_config.yaml"]
+    "name",
+    [
+        *(f"run/{name}" for name in ("draft_model_weights.pth", "training_config.yaml")),
+        *(f"{place}/{name}" for place in ("run", "target") for name in ("model.safetensors", "config.json")),
+        *(f"target/{name}" for name in ("tokenizer.json", "generation_config.json")),
+    ],
 )
-def test_only_regular_files_are_read_of_a_draft(run: Path, kind: str, name: str) -> None:
-    special(kind, run / name)
-    assert "not a regular file" in refusal(lambda: use_draft(run), run / name)
-
-
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
-def test_only_regular_files_are_read_of_a_target(target: Path, kind: str, name: str) -> None:
-    special(kind, target / name)
-    assert "not a regular file" in refusal(lambda: LlamaGlide.from_pretrained(target), target / name)
-    assert "not a regular file" in refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target / name)
+def test_only_regular_files_are_read(run: Path, target: Path, kind: str, name: str) -> None:
+    file = run.parent / name
+    special(kind, file)
+    uses = [lambda: use_draft(run)]
+    if file.parent == target:
+        config = tiny_config("llama")
+        uses = [lambda: LlamaGlide.from_pretrained(target), lambda: load_tokenizer(str(target), config)]
+    for use in uses:
+        assert "not a regular file" in refusal(use, file)
 
 
 def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
@@ -264,13 +267,10 @@ def test_safetensors_are_preferred_to_a_pickle(run: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/missing/target", "missing/of/many/parts", "./missing", "~/missing", "x" * 3000])
-def test_a_missing_folder_is_called_one(path: str) -> None:
-    """The error does not call it a malformed repo id."""
+def test_a_missing_folder_and_a_file_are_called_so(tmp_path: Path, path: str) -> None:
+    """The error does not call them malformed repo ids."""
     assert "no such folder" in refusal(lambda: read_config(path), path)
     assert "no such draft" in refusal(lambda: resolve_draft(path), path)
-
-
-def test_a_file_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longspec.kernels.backend import Backend
 from longspec.kernels.native import operations
-from longspec.kernels.native.operations import MOST_QUERIES, MOST_TOKENS, Stores, attention
+from longspec.kernels.native.operations import MOST_QUERIES, MOST_TOKENS, attention
 from longspec.kernels.shared.attention import Attend
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import DecodingAttention
@@ -68,7 +68,7 @@ class _NativeStream(ResidualStream):
         self.positions: Tensor | None = None
         """LongTensor [B, N]"""
         self.places: Tensor | None = None
-        """As in `Stores`."""
+        """As in `operations.rotate_and_store`."""
 
     def normed(self, norm: Tensor) -> Tensor:
         return operations.rms_norm(self.hidden, norm, self.eps)
@@ -86,11 +86,10 @@ class _NativeStream(ResidualStream):
             rows = torch.arange(len(qkv), device=qkv.device)
             places = rows[:, None] * row_stride + slots.slots * head_dim
             self.places = places.where(slots.slots >= 0, -1).long().contiguous()
-        stores = Stores(slots.keys, slots.values, self.places)
-        return operations.rotate_and_store(qkv, self._positions(slots), slots.rope, head_dim, stores, norms)
+        return operations.rotate_and_store(qkv, self._positions(slots), slots, self.places, norms)
 
-    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
-        return operations.rotate_and_store(q, self._positions(slots), slots.rope, head_dim)
+    def rotate(self, q: Tensor, slots: TokenSlots) -> Tensor:
+        return operations.rotate_and_store(q, self._positions(slots), slots)
 
     def _positions(self, slots: TokenSlots) -> Tensor:
         if self.positions is None:

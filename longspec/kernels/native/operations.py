@@ -4,13 +4,12 @@ A token's results do not depend on the other tokens of a call. `runs_native` say
 """
 
 import ctypes
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspec.kernels.native.library import native_library
-from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 
 MOST_TOKENS = 32
 """Largest number of tokens for which products are faster than torch's. Those of more are bound by arithmetic."""
@@ -50,44 +49,26 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-class Stores(NamedTuple):
-    """Where the keys and values of a pass's tokens go."""
-
-    keys: Tensor
-    """[B, K, S, D], the last two dimensions contiguous; `values` has the same strides."""
-    values: Tensor
-    places: Tensor
-    """LongTensor [B, N]: row · stride of a row + slot · D; negative for a token that is not stored."""
-
-
 def rotate_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    rope: tuple[Tensor, Tensor],
-    head_dim: int,
-    stores: Stores | None = None,
-    norms: HeadNorms | None = None,
+    qkv: Tensor, positions: Tensor, slots: TokenSlots, places: Tensor | None = None, norms: HeadNorms | None = None
 ) -> Tensor:
     """The rotated queries [B, H, N, D] of qkv [B, N, (H + 2K) · D]; its keys, rotated, and its values are stored.
 
-    positions: LongTensor [B, N]; rope: cos and sin [P, D]; stores: None if qkv holds queries only; norms: RMSNorms of
-    the heads before the rotation, which change qkv.
+    positions: LongTensor [B, N]. slots: the rotary table and the cache, whose keys and values have the same strides and
+    contiguous last two dimensions. places: LongTensor [B, N], row · stride of a row + slot · D, negative for a token
+    that is not stored; None if qkv holds queries only. norms: RMSNorms of the heads before the rotation, which change
+    qkv.
     """
-    sequences, nodes, width = qkv.shape
-    kv_heads = 0 if stores is None else stores.keys.shape[1]
+    (sequences, nodes, width), (_, kv_heads, _, head_dim) = qkv.shape, slots.keys.shape
+    assert slots.keys.dtype == slots.values.dtype == torch.float32 and slots.keys.stride() == slots.values.stride()
+    kv_heads = 0 if places is None else kv_heads
     heads = width // head_dim - 2 * kv_heads
     q = qkv.new_empty(sequences, heads, nodes, head_dim)
-    keys, values, places, stride = None, None, None, 0
-    if stores is not None:
-        assert stores.keys.dtype == stores.values.dtype == torch.float32
-        assert stores.keys.stride() == stores.values.stride()
-        keys, values, stride = stores.keys.data_ptr(), stores.values.data_ptr(), stores.keys.stride(1)
-        places = _pointer(stores.places, torch.long)
     q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
     _library().rotate_and_store(
-        *(_pointer(qkv), _pointer(q), keys, values, *map(_pointer, rope), _pointer(positions, torch.long), places),
-        *(_pointer(q_norm), _pointer(k_norm), eps),
-        *(sequences * nodes, nodes, heads, kv_heads, head_dim, stride),
+        *(_pointer(qkv), _pointer(q), slots.keys.data_ptr(), slots.values.data_ptr(), *map(_pointer, slots.rope)),
+        *(_pointer(positions, torch.long), _pointer(places, torch.long), _pointer(q_norm), _pointer(k_norm), eps),
+        *(sequences * nodes, nodes, heads, kv_heads, head_dim, slots.keys.stride(1)),
     )
     return q
 

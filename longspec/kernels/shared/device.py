@@ -1,5 +1,6 @@
 """Properties of the device on which the launches of the kernels depend."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class Gpu(NamedTuple):
     """Whether a kernel may start before the previous one has ended (programmatic dependent launch)."""
 
 
+@cache
 def describe_gpu(device: torch.device) -> Gpu:
     """Properties of the device; for a CPU, where kernels run in Triton's interpreter, those of a small GPU."""
     if device.type != "cuda":

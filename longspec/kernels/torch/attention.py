@@ -75,7 +75,10 @@ class DecodingAttention:
         """
         # Rows need no grouping by length here: all W + M slots are finite.
         window = k.shape[2] - tree_mask.shape[2]
-        visible = buffer_visible(lengths, level, window, q.shape[2])
+        lengths = lengths[:, None]
+        age = (lengths - 1 - torch.arange(window, device=lengths.device)) % window  # 0 for the newest position
+        visible = age < lengths.clamp(max=window - level)
+        visible = visible[:, None].expand(-1, q.shape[2], -1)
         return self.masked(q, k, v, torch.cat([visible, tree_mask], 2), scale)
 
     def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -107,14 +110,6 @@ class DecodingAttention:
         bias = causal_lower_right(nodes, slots)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
-
-
-def buffer_visible(lengths: Tensor, level: int, window: int, nodes: int) -> Tensor:
-    """bool [B, nodes, window]: the slots of the ring buffer that the queries of `DecodingAttention.window` see."""
-    lengths = lengths[:, None]
-    age = (lengths - 1 - torch.arange(window, device=lengths.device)) % window  # 0 for the newest position
-    visible = age < lengths.clamp(max=window - level)
-    return visible[:, None].expand(-1, nodes, -1)
 
 
 def _by_length(

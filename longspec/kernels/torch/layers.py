@@ -85,9 +85,9 @@ class ResidualStream:
             store[row, :, slot] = new if kept is None else new[kept]
         return q.transpose(1, 2)
 
-    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
+    def rotate(self, q: Tensor, slots: TokenSlots) -> Tensor:
         """Rotary embedding of q, contiguous [B, N, H·D]: [B, H, N, D]."""
-        return self._rotated(q.unflatten(-1, (-1, head_dim)), slots).transpose(1, 2)
+        return self._rotated(q.unflatten(-1, (-1, slots.keys.shape[3])), slots).transpose(1, 2)
 
     def _rotated(self, heads: Tensor, slots: TokenSlots) -> Tensor:
         """Rotary embedding of heads [B, N, H, D] with halves (low, high).

@@ -25,19 +25,14 @@ def row_noise(
     int [B], at least 0. stream: distinguishes several draws at one position. first: number of the first one, so that
     the numbers of a stream can be taken in parts. The bits are the same on all backends.
     """
-    bits = _bits(seeds, positions, stream, shape, first)
+    key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * signed(GAMMA)) + stream_offset(stream))
+    number = torch.arange(first + 1, first + torch.Size(shape).numel() + 1, device=seeds.device)
+    bits = _mix(key[:, None] + number * signed(GAMMA)).view(len(seeds), *shape)
     if constant is None:
         return _shift(bits, 11).double() * 2.0**-53
     # The middle of each of 2^52 intervals: neither 0 nor 1, and exact in fp64.
     uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52
     return (-uniform.log()).masked_fill(constant.view(-1, *[1] * len(shape)), 1.0)
-
-
-def _bits(seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], first: int) -> Tensor:
-    """64 random bits per number, LongTensor [B, *shape]."""
-    key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * signed(GAMMA)) + stream_offset(stream))
-    number = torch.arange(first + 1, first + torch.Size(shape).numel() + 1, device=seeds.device)
-    return _mix(key[:, None] + number * signed(GAMMA)).view(len(seeds), *shape)
 
 
 def _mix(x: Tensor) -> Tensor:

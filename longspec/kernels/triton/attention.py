@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from longspec.kernels.shared.attention import Attend, PagedPrefix, PagedTree, PrefixParts
-from longspec.kernels.shared.device import Gpu
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import DecodingAttention
 from longspec.kernels.triton.attention_tiles import (
@@ -38,38 +38,31 @@ class TritonAttention(DecodingAttention):
     name = "triton"
     capturable = True
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-
-    def hybrid(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
         attend_to_prefix = self.prefix_pass(lengths)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             parts = attend_to_prefix(q, k, v, scale)
-            return prefix_and_tree_attention(q, k, v, lengths, tree_mask, scale, parts, self.gpu.shared_memory)
+            return prefix_and_tree_attention(q, k, v, lengths, tree_mask, scale, parts)
 
-        if tree_mask is not None and tree_mask.shape[1:] == (1, 1):
-            return _OneToken(attend, lengths, self.gpu)
+        if tree_mask.shape[1:] == (1, 1):
+            return _OneToken(attend, lengths)
         return attend
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
         # Without a tree the second kernel still reads the slots after the last whole block and merges the parts.
-        return self.hybrid(lengths, None)(q, k, v, scale)
+        parts = self.prefix_pass(lengths)(q, k, v, scale)
+        return prefix_and_tree_attention(q, k, v, lengths, None, scale, parts)
 
-    def window(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
-    ) -> Tensor:
-        return window_attention(q, k, v, lengths, level, tree_mask, scale, self.gpu.shared_memory)
-
-    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        return masked_attention(q, k, v, mask, scale, self.gpu.shared_memory)
+    window = staticmethod(window_attention)
+    masked = staticmethod(masked_attention)
 
     def prefix_pass(self, lengths: Tensor) -> PrefixPass:
         """The prefix kernel at these lengths, to be called once per layer."""
 
         def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> PrefixParts:
             splits, tiles = self.prefix_plan(q, *k.shape[1:3])
-            return prefix_attention(q, k, v, lengths, scale, splits, tiles, self.gpu.overlaps)
+            return prefix_attention(q, k, v, lengths, scale, splits, tiles)
 
         return attend_to_prefix
 
@@ -83,8 +76,9 @@ class TritonAttention(DecodingAttention):
     def prefix_plan(self, q: Tensor, kv_heads: int, slots: int) -> tuple[int, Tiles]:
         """Number of splits of a prefix of up to `slots` slots, and the tiles of its kernel."""
         rows = q.shape[1] // kv_heads * q.shape[2]
-        tiles = prefix_tiles(rows, q.shape[3], q.dtype, self.gpu.shared_memory)
-        at_once = programs_at_once(tiles, q.shape[3], q.dtype, self.gpu.shared_memory)
+        shared_memory = describe_gpu(q.device).shared_memory
+        tiles = prefix_tiles(rows, q.shape[3], q.dtype, shared_memory)
+        at_once = programs_at_once(tiles, q.shape[3], q.dtype, shared_memory)
         return self.splits(q, kv_heads, slots, tiles.block_m, at_once), tiles
 
     def splits(self, q: Tensor, kv_heads: int, slots: int, tile_rows: int, at_once: int) -> int:
@@ -94,14 +88,14 @@ class TritonAttention(DecodingAttention):
         """
         batch, heads, nodes, _ = q.shape
         programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
-        return count_splits(programs, slots, at_once * self.gpu.multiprocessors)
+        return count_splits(programs, slots, at_once * describe_gpu(q.device).multiprocessors)
 
 
 class _OneToken:
     """Attention of a pass of one token per sequence, which sees the prefix and itself."""
 
-    def __init__(self, attend: Attend, lengths: Tensor, gpu: Gpu) -> None:
-        self.attend, self.lengths, self.gpu = attend, lengths, gpu
+    def __init__(self, attend: Attend, lengths: Tensor) -> None:
+        self.attend, self.lengths = attend, lengths
         self.arrivals: Tensor | None = None
         """Counters that all layers of the pass use, one after the other."""
 
@@ -116,7 +110,8 @@ class _OneToken:
         batch, kv_heads, capacity, head_dim = slots.keys.shape
         if self.arrivals is None:
             self.arrivals = torch.zeros(batch * kv_heads, dtype=torch.int32, device=qkv.device)
-        tiles = tree_attention_tiles(head_dim, qkv.dtype, self.gpu.shared_memory)
-        at_once = programs_at_once(tiles, head_dim, qkv.dtype, self.gpu.shared_memory)
-        splits = count_splits(batch * kv_heads, capacity, at_once * self.gpu.multiprocessors)
-        return token_attention(qkv, slots, self.lengths, scale, norms, self.arrivals, splits, tiles, self.gpu.overlaps)
+        gpu = describe_gpu(qkv.device)
+        tiles = tree_attention_tiles(head_dim, qkv.dtype, gpu.shared_memory)
+        at_once = programs_at_once(tiles, head_dim, qkv.dtype, gpu.shared_memory)
+        splits = count_splits(batch * kv_heads, capacity, at_once * gpu.multiprocessors)
+        return token_attention(qkv, slots, self.lengths, scale, norms, self.arrivals, splits, tiles)

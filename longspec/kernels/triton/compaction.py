@@ -48,15 +48,8 @@ def compact(keys: Tensor, values: Tensor, lengths: Tensor, path: Tensor, counts:
     """See `Backend.compact`."""
     layers, batch, heads, capacity, head_dim = keys.shape
     _compact_kernel[(layers * batch * heads,)](
-        keys,
-        values,
-        lengths,
-        path.contiguous(),
-        counts,
-        heads,
-        batch,
-        capacity,
-        path.shape[1],
+        *(keys, values, lengths, path.contiguous(), counts),
+        *(heads, batch, capacity, path.shape[1]),
         HEAD_DIM=head_dim,
         BLOCK_J=triton.next_power_of_2(path.shape[1]),
         BLOCK_D=triton.next_power_of_2(head_dim),

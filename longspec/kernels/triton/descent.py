@@ -49,13 +49,8 @@ def follow_choices(tokens: Tensor, parents: Tensor, choice: Tensor, depth: int) 
     path = tokens.new_empty(batch, depth + 1)
     count, bonus = tokens.new_empty(2, batch)
     _descent_kernel[(batch,)](
-        tokens.contiguous(),
-        parents.contiguous(),
-        choice.contiguous(),
-        path,
-        count,
-        bonus,
-        nodes,
+        *(tokens.contiguous(), parents.contiguous(), choice.contiguous()),
+        *(path, count, bonus, nodes),
         DEPTH=depth,
         BLOCK_N=triton.next_power_of_2(nodes),
         BLOCK_D=triton.next_power_of_2(depth + 1),

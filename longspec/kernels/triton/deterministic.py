@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from longspec.kernels.shared.attention import Attend
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.attention_tiles import LOG2_E, check_layout, padded_dim
 from longspec.kernels.triton.backend import TritonBackend
@@ -38,20 +39,16 @@ class DeterministicAttention(TritonAttention):
 
     name = "deterministic"
 
-    def hybrid(self, lengths: Tensor, tree_mask: Tensor | None) -> Attend:
-        assert tree_mask is not None
+    def hybrid(self, lengths: Tensor, tree_mask: Tensor) -> Attend:
         paths = root_paths(tree_mask) if tree_mask.shape[2] > 1 else None
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            return path_attention(q, k, v, lengths, paths, scale, self.gpu.shared_memory, self.gpu.overlaps)
+            return path_attention(q, k, v, lengths, paths, scale)
 
         return attend
 
-    def prefix(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        return super().hybrid(lengths, None)(q, k, v, scale)
-
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return causal_attention(q, k, v, scale, self.gpu.shared_memory)
+        return causal_attention(q, k, v, scale)
 
 
 def root_paths(tree_mask: Tensor) -> Tensor:
@@ -69,22 +66,12 @@ def root_paths(tree_mask: Tensor) -> Tensor:
     return paths
 
 
-def path_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    paths: Tensor | None,
-    scale: float,
-    shared_memory: int,
-    overlap: bool,
-) -> Tensor:
+def path_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, paths: Tensor | None, scale: float) -> Tensor:
     """Attention of each node to its prefix and to the nodes on its path, itself included, as if they were accepted.
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D]; last dimensions contiguous; one dtype (fp32, fp16, bf16). lengths int
-    [B]. Node j is in slot lengths[b] + j. paths: see `root_paths`; None for a single node. shared_memory: bytes
-    available to a program. overlap: let the second kernel start early. Returns [B, H, N, D] in q's dtype, a view of
-    [B, N, H, D]. Raises ValueError for tensors of other layouts.
+    [B]. Node j is in slot lengths[b] + j. paths: see `root_paths`; None for a single node. Returns [B, H, N, D] in q's
+    dtype, a view of [B, N, H, D]. Raises ValueError for tensors of other layouts.
     """
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
@@ -98,19 +85,19 @@ def path_attention(
         *(q, k, v, lengths, outs, sums, maxima),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         *(scale * LOG2_E, kv_heads, heads // kv_heads, rows),
-        OVERLAP=overlap,
-        **_launch_options(q, block_m, 4, shared_memory),
+        OVERLAP=describe_gpu(q.device).overlaps,
+        **_launch_options(q, block_m, 4),
     )
-    return _last_blocks(q, k, v, lengths, paths, (outs, sums, maxima), 0, scale, shared_memory, overlap)
+    return _last_blocks(q, k, v, lengths, paths, (outs, sums, maxima), 0, scale)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, shared_memory: int) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of a chunk of the prompt: query i of N is at position S - N + i and sees the keys up to its own.
 
     q [B, H, N, D]; k, v [B, K, S, D]. Dtypes, layout, result and errors as in `path_attention`.
     """
     check_layout(q, k, v)
-    return _last_blocks(q, k, v, None, None, None, k.shape[2] - q.shape[2], scale, shared_memory, False)
+    return _last_blocks(q, k, v, None, None, None, k.shape[2] - q.shape[2], scale)
 
 
 def _last_blocks(
@@ -122,8 +109,6 @@ def _last_blocks(
     states: tuple[Tensor, Tensor, Tensor] | None,
     start: int,
     scale: float,
-    shared_memory: int,
-    overlap: bool,
 ) -> Tensor:
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -141,18 +126,17 @@ def _last_blocks(
         *(kv_heads, group, group * nodes),
         CONTINUES=states is not None,
         HAS_PATHS=paths is not None,
-        OVERLAP=overlap,
-        **_launch_options(q, block_m, 3 if states is None else 2, shared_memory),
-        **overlap_options(overlap),
+        **_launch_options(q, block_m, 3 if states is None else 2),
+        **overlap_options(states is not None and describe_gpu(q.device).overlaps),
     )
     return out
 
 
-def _launch_options(q: Tensor, block_m: int, most_stages: int, shared_memory: int) -> dict[str, int | bool]:
+def _launch_options(q: Tensor, block_m: int, most_stages: int) -> dict[str, int | bool]:
     """Block sizes and options that both kernels share. Without fused multiplication and addition both round alike."""
     block_d = padded_dim(q.shape[3])
     # Queries and weights stay, and 4096 bytes are for Triton's reductions and changes of layout.
-    room = shared_memory - 4096 - block_m * (block_d + BLOCK_N) * q.element_size()
+    room = describe_gpu(q.device).shared_memory - 4096 - block_m * (block_d + BLOCK_N) * q.element_size()
     stages = room // (2 * BLOCK_N * block_d * q.element_size())
     sizes = dict(HEAD_DIM=q.shape[3], BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=block_d)
     return dict(**sizes, num_warps=4, num_stages=max(1, min(most_stages, stages)), enable_fp_fusion=False)

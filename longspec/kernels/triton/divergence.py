@@ -79,14 +79,9 @@ def terms_and_gradient(
     terms = torch.zeros(len(logits), 3, dtype=torch.float32, device=logits.device)
     if len(logits):
         _terms_kernel[(len(logits),)](
-            logits,
-            logits if teacher is None else teacher,
-            labels,
-            norm,
-            norm if teacher_norm is None else teacher_norm,
-            terms,
-            logits.shape[1],
-            share,
+            *(logits, logits if teacher is None else teacher, labels),
+            *(norm, norm if teacher_norm is None else teacher_norm, terms),
+            *(logits.shape[1], share),
             TEACHER=teacher is not None,
             DISTILL=teacher is not None and share > 0,
             BLOCK=BLOCK,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.device import describe_gpu
-from longspec.kernels.shared.residual import HeadNorms
+from longspec.kernels.shared.residual import HeadNorms, RopeTable, TokenSlots
 from longspec.kernels.triton.overlap import overlap_options
 
 
@@ -61,20 +61,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None)
     width = x.shape[-1]
     # The whole row in one program, because the mean needs all of it.
     block = triton.next_power_of_2(width)
-    overlap = describe_gpu(x.device).overlaps
     _rms_norm_kernel[(x.numel() // width,)](
-        x,
-        x if parts is None else parts,
-        weight,
-        out,
-        width,
-        eps,
-        x.numel(),
+        *(x, x if parts is None else parts, weight, out),
+        *(width, eps, x.numel()),
         NUM_PARTS=0 if parts is None else len(parts),
         BLOCK=block,
-        OVERLAP=overlap,
         num_warps=1 if block <= 256 else max(4, min(16, block // 512)),
-        **overlap_options(overlap),
+        **overlap_options(describe_gpu(x.device).overlaps),
     )
     return out
 
@@ -216,80 +209,44 @@ def _rotate_and_store_kernel(
         tl.store(value + HALF, rotated_high, mask=kept & is_value)
 
 
-def rotate_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    rope: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    norms: HeadNorms | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
+def rotate_and_store(qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
     """Rotate the queries and keys of a merged projection and store its keys and values in the cache.
 
-    qkv: contiguous [B, N, (H + 2 K) D]; query heads come first, then key heads, then value heads; H may be 0.
-    positions, slots: int [B, N]; a token with a negative slot is not stored. rope: the tables cos and sin, each
-    [positions, D]. keys, values: [B, K, S, D] with a contiguous last dimension.
-    norms: weights of a target that normalizes queries and keys. rows: int [B], the row of a cache of any number of rows
-    that takes the tokens of sequence b; None for row b. Returns q [B, H, N, D], a view of [B, N, H, D].
+    qkv: contiguous [B, N, (H + 2 K) D]; query heads come first, then key heads, then value heads; H may be 0. The
+    cache's last dimension is contiguous. norms: weights of a target that normalizes queries and keys. Returns
+    q [B, H, N, D], a view of [B, N, H, D].
     """
-    kv_heads, head_dim = keys.shape[1], keys.shape[-1]
-    q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
-    return _rotate(qkv, positions, rope, q_heads, kv_heads, head_dim, keys, values, slots, norms, rows)
+    return _rotate(qkv, slots, slots.keys.shape[1], slots.keys.shape[3], norms)
 
 
-def rotate_queries(q: Tensor, positions: Tensor, rope: tuple[Tensor, Tensor], head_dim: int) -> Tensor:
+def rotate_queries(q: Tensor, positions: Tensor, rope: RopeTable, head_dim: int) -> Tensor:
     """Rotary embedding of q, contiguous [B, N, H D]; returns [B, H, N, D] as `rotate_and_store` does."""
     # Without KV heads the kernel reads neither cache nor slots; any tensors will do.
-    return _rotate(q, positions, rope, q.shape[-1] // head_dim, 0, head_dim, q[None], q[None], positions)
+    return _rotate(q, TokenSlots(positions, rope, q[None], q[None], positions), 0, head_dim, None)
 
 
-def _rotate(
-    qkv: Tensor,
-    positions: Tensor,
-    rope: tuple[Tensor, Tensor],
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    norms: HeadNorms | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    batch, nodes, _ = qkv.shape
+def _rotate(qkv: Tensor, slots: TokenSlots, kv_heads: int, head_dim: int, norms: HeadNorms | None) -> Tensor:
+    positions, rope, keys, values, numbers, rows = slots
+    batch, nodes, width = qkv.shape
+    heads = width // head_dim
+    q_heads = heads - 2 * kv_heads
     q = qkv.new_empty(batch, nodes, q_heads, head_dim)
-    heads = q_heads + 2 * kv_heads
+    q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else norms
 
     # Few heads per program where there is little work, so that it spreads over the device. With norms always, because
     # the order of a norm's sum follows from the size of the block.
     block_h = 4 if norms is not None or batch * nodes * heads < 1 << 14 else 16
-    overlap = describe_gpu(qkv.device).overlaps
+    numbers = numbers.contiguous()
     _rotate_and_store_kernel[(batch * nodes, triton.cdiv(heads, block_h))](
-        qkv,
-        positions.contiguous(),
-        slots.contiguous(),
-        slots if rows is None else rows,
-        *rope,
-        qkv if norms is None else norms.q_weight,
-        qkv if norms is None else norms.k_weight,
-        q,
-        keys,
-        values,
-        0.0 if norms is None else norms.eps,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        nodes,
-        q_heads,
-        kv_heads,
+        *(qkv, positions.contiguous(), numbers, numbers if rows is None else rows, *rope),
+        *(q_norm, k_norm, q, keys, values, eps),
+        *(*keys.stride()[:3], *values.stride()[:3], nodes, q_heads, kv_heads),
         HAS_NORM=norms is not None,
         HAS_ROWS=rows is not None,
         HEAD_DIM=head_dim,
         BLOCK_H=block_h,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        OVERLAP=overlap,
         num_warps=2,
-        **overlap_options(overlap),
+        **overlap_options(describe_gpu(qkv.device).overlaps),
     )
     return q.transpose(1, 2)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspec.kernels.shared.residual import HeadNorms, TokenSlots
+from longspec.kernels.shared.residual import TokenSlots
 from longspec.kernels.torch.layers import ResidualStream
 from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store, rotate_queries, swiglu
 from longspec.kernels.triton.skinny_product import MAX_ROWS, skinny_product, split_product
@@ -37,6 +37,7 @@ class TritonStream(ResidualStream):
     """One kernel between two products."""
 
     linear = staticmethod(linear)
+    rotate_and_store = staticmethod(rotate_and_store)
 
     def __init__(self, hidden: Tensor, eps: float) -> None:
         super().__init__(hidden, eps)
@@ -78,9 +79,5 @@ class TritonStream(ResidualStream):
         else:
             self.hidden.flatten(0, 1).addmm_(x.flatten(0, 1), weight.t())
 
-    def rotate_and_store(self, qkv: Tensor, slots: TokenSlots, norms: HeadNorms | None = None) -> Tensor:
-        positions, rope, keys, values, numbers, rows = slots
-        return rotate_and_store(qkv, positions, rope, keys, values, numbers, norms, rows)
-
-    def rotate(self, q: Tensor, slots: TokenSlots, head_dim: int) -> Tensor:
-        return rotate_queries(q, slots.positions, slots.rope, head_dim)
+    def rotate(self, q: Tensor, slots: TokenSlots) -> Tensor:
+        return rotate_queries(q, slots.positions, slots.rope, slots.keys.shape[3])

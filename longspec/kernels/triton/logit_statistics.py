@@ -188,16 +188,8 @@ def logit_statistics(logits: Tensor, temperature: Tensor | None, noise: Tensor |
     chunk_maxima, chunk_sums = torch.empty(2, rows, chunks, device=logits.device)
 
     _statistics_kernel[(rows, chunks)](
-        logits,
-        noise,
-        best,
-        chunk_maxima,
-        chunk_sums,
-        temperature,
-        max(1, rows // len(logits)),
-        vocab,
-        subs,
-        chunks,
+        *(logits, noise, best, chunk_maxima, chunk_sums, temperature),
+        *(max(1, rows // len(logits)), vocab, subs, chunks),
         HAS_NOISE=noise is not None,
         WARM=temperature is not None,
         num_warps=8,
@@ -222,15 +214,8 @@ def softmax(logits: Tensor, temperature: Tensor | None, watch: Watch | None = No
     out = torch.empty(logits.shape, device=logits.device)
     rows, chunks = statistics.chunk_sums.shape
     _softmax_kernel[(rows, chunks)](
-        logits,
-        statistics.chunk_maxima,
-        statistics.chunk_sums,
-        out,
-        *launch_arguments(watch),
-        temperature,
-        rows // len(logits),
-        vocab,
-        chunks,
+        *(logits, *statistics[1:], out, *launch_arguments(watch), temperature),
+        *(rows // len(logits), vocab, chunks),
         BLOCK_C=triton.next_power_of_2(chunks),
         WATCH=watch is not None,
         WARM=temperature is not None,

@@ -164,21 +164,8 @@ def extend_branches(state: LookupState, root: Tensor, lengths: Tensor, sizes: Te
         state.history, root, lengths, scores, positions, chunks, LONGEST=longest, CHUNK=CHUNK, num_warps=8
     )
     _branches_kernel[(batch,)](
-        state.history,
-        root,
-        lengths,
-        scores,
-        sizes,
-        state.hits,
-        state.trials,
-        state.priors,
-        state.tokens,
-        state.scores,
-        state.match_lengths,
-        state.roots,
-        prior_weight,
-        positions,
-        chunks,
+        *(state.history, root, lengths, scores, sizes, *state[1:]),
+        *(prior_weight, positions, chunks),
         LONGEST=longest,
         CHAINS=chains,
         DEPTH=depth,

@@ -10,8 +10,8 @@ import triton.language as tl
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:
-    """Options of a launch; older versions of Triton know none."""
-    return {"launch_pdl": True} if overlap else {}
+    """Keyword arguments of a launch: the kernel's `OVERLAP`, and an option that older versions of Triton lack."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
 @triton.jit

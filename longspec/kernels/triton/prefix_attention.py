@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PrefixParts
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton.attention_tiles import (
     LOG2_E,
     Tiles,
@@ -110,40 +111,28 @@ def _prefix_kernel(
 
 
 def prefix_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles, overlap: bool
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, num_splits: int, tiles: Tiles
 ) -> PrefixParts:
     """Attention of each query to the whole blocks of its prefix, in P = `num_splits` parts.
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D] in any strides with a contiguous last dimension; all of one dtype
     (fp32, fp16, bf16). lengths int [B]; scale > 0. Sequence b sees slots 0 … lengths[b] // block_n * block_n - 1;
-    later slots are never read. A part is a run of whole blocks and may be empty. overlap: start before the previous
-    kernel has ended, and let the next one do so. Returns parts in fp32, views of [P, B, N, H, D] and [P, B, N, H].
-    Raises ValueError for tensors of other layouts.
+    later slots are never read. A part is a run of whole blocks and may be empty. Returns parts in fp32, views of
+    [P, B, N, H, D] and [P, B, N, H]. Raises ValueError for tensors of other layouts.
     """
     check_layout(q, k, v)
     batch, heads, nodes, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    overlap = describe_gpu(q.device).overlaps
 
     # In fp32, because rounding the parts would add to the error of their merge.
     out = torch.empty((num_splits, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device)
 
     _prefix_kernel[(triton.cdiv(group * nodes, tiles.block_m), num_splits, batch * kv_heads)](
-        q,
-        k,
-        v,
-        lengths,
-        out,
-        lse,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        scale * LOG2_E,
-        kv_heads,
-        group,
-        group * nodes,
-        OVERLAP=overlap,
+        *(q, k, v, lengths, out, lse),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2_E, kv_heads, group, group * nodes),
         **tiles.options(head_dim),
         **overlap_options(overlap),
     )

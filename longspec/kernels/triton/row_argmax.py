@@ -77,23 +77,15 @@ def _launch(values: Tensor, noise: Tensor | None, watch: Watch | None) -> Tensor
 
     # Two launches: one row has too few programs to read its vocabulary fast, so each chunk of a row gets its own.
     _chunk_kernel[(rows, chunks)](
-        values.contiguous(),
-        None if noise is None else noise.contiguous(),
-        maximum,
-        index,
-        vocab,
-        chunks,
+        *(values.contiguous(), None if noise is None else noise.contiguous()),
+        *(maximum, index, vocab, chunks),
         CHUNK=CHUNK,
         HAS_NOISE=noise is not None,
         num_warps=8,
     )
     _row_kernel[(rows,)](
-        maximum,
-        index,
-        out,
-        *launch_arguments(watch),
-        chunks,
-        rows // len(values),
+        *(maximum, index, out, *launch_arguments(watch)),
+        *(chunks, rows // len(values)),
         BLOCK_C=triton.next_power_of_2(chunks),
         WATCH=watch is not None,
         num_warps=1,

@@ -64,13 +64,8 @@ def row_noise(
     out = torch.empty(len(seeds), *shape, dtype=torch.float64, device=seeds.device)
     size = out[0].numel()
     _noise_kernel[(triton.cdiv(size, BLOCK), len(seeds))](
-        seeds,
-        positions,
-        None if constant is None else constant.view(torch.uint8),
-        out,
-        stream_offset(stream),
-        first,
-        size,
+        *(seeds, positions, None if constant is None else constant.view(torch.uint8), out),
+        *(stream_offset(stream), first, size),
         EXPONENTIAL=constant is not None,
         BLOCK=BLOCK,
     )

@@ -182,14 +182,8 @@ def _launch(
     gpu = describe_gpu(x.device)
 
     _skinny_product_kernel[(triton.cdiv(tokens, block_m + tail_m), triton.cdiv(rows, block_n), splits)](
-        x,
-        weight,
-        x if bias is None else bias,
-        out,
-        tokens,
-        rows,
-        width,
-        x.stride(0),
+        *(x, weight, x if bias is None else bias, out),
+        *(tokens, rows, width, x.stride(0)),
         HAS_BIAS=bias is not None,
         GATED=gated,
         SPLITS=splits,
@@ -198,7 +192,6 @@ def _launch(
         TAIL_M=tail_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        OVERLAP=gpu.overlaps,
         num_warps=num_warps,
         num_stages=max(1, min(5, gpu.shared_memory // stage_bytes)),
         **overlap_options(gpu.overlaps),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, padded_dim, share_begin
 from longspec.kernels.triton.online_softmax import attend_to_slots
@@ -226,14 +227,13 @@ def token_attention(
     arrivals: Tensor,
     num_splits: int,
     tiles: Tiles,
-    overlap: bool,
 ) -> Tensor:
     """`rotate_and_store` of one token per sequence, and its attention to the prefix and itself: [B, 1, H D].
 
     qkv: contiguous [B, 1, (H + 2 K) D]; query heads come first, then key heads, then value heads. slots: without
     `rows`, so that sequence b is in row b of the cache, whose slots 0 … lengths[b] - 1 hold its prefix; others may hold
     anything. lengths int [B]; scale > 0. arrivals: int32 [B K], all zero before the kernel and after it. The prefix is
-    read in `num_splits` parts. overlap: start before the previous kernel has ended.
+    read in `num_splits` parts.
     """
     positions, (cos, sin), keys, values, numbers, _ = slots
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
@@ -257,9 +257,8 @@ def token_attention(
         GROUP=triton.next_power_of_2(group),
         PARTS=num_splits,
         PARTS_PADDED=triton.next_power_of_2(num_splits),
-        OVERLAP=overlap,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **overlap_options(overlap),
+        **overlap_options(describe_gpu(qkv.device).overlaps),
     )
     return out

@@ -182,36 +182,31 @@ def prefix_and_tree_attention(
     tree_mask: Tensor | None,
     scale: float,
     parts: PrefixParts | None,
-    shared_memory: int,
 ) -> Tensor:
     """Attention to the prefix of each sequence, given the parts of its whole blocks, if any, and to the tree after it.
 
     q [B, H, N, D]; k, v: the cache [B, K, S, D]; last dimensions contiguous; one dtype (fp32, fp16, bf16). lengths int
     [B]. tree_mask bool [B, N, N], True where query node i sees the node in slot lengths[b] + j, or None without a tree.
-    parts: any float dtype and strides, last dimension contiguous. shared_memory: bytes available to a program.
-    Returns [B, H, N, D] in q's dtype, a view of [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for
-    tensors of other layouts.
+    parts: any float dtype and strides, last dimension contiguous. Returns [B, H, N, D] in q's dtype, a view of
+    [B, N, H, D]; a query that sees no key gets 0. Raises ValueError for tensors of other layouts.
     """
-    return _launch(q, k, v, lengths, tree_mask, scale, shared_memory, parts is not None and parts.overlap, parts)
+    return _launch(q, k, v, lengths, tree_mask, scale, parts is not None and parts.overlap, parts)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, shared_memory: int) -> Tensor:
-    """Attention to all S slots of k, v [B, K, S, D], which are finite, where mask, bool [B, N, S], is True.
-
-    Dtypes, layout, result and errors as in `prefix_and_tree_attention`.
-    """
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """See `DecodingAttention.masked`. Dtypes, layout, result and errors as in `prefix_and_tree_attention`."""
     # All slots count as nodes of a tree after an empty prefix.
     no_prefix = torch.zeros(len(q), dtype=torch.int32, device=q.device)
-    return prefix_and_tree_attention(q, k, v, no_prefix, mask, scale, None, shared_memory)
+    return _launch(q, k, v, no_prefix, mask, scale, overlap=False)
 
 
 def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float, shared_memory: int
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, level: int, tree_mask: Tensor, scale: float
 ) -> Tensor:
     """See `DecodingAttention.window`. Dtypes, layout, result and errors as in `prefix_and_tree_attention`."""
     window = k.shape[2] - tree_mask.shape[2]
     overlap = describe_gpu(q.device).overlaps
-    return _launch(q, k, v, lengths, tree_mask, scale, shared_memory, overlap, window=window, level=level)
+    return _launch(q, k, v, lengths, tree_mask, scale, overlap, window=window, level=level)
 
 
 def _launch(
@@ -221,7 +216,6 @@ def _launch(
     lengths: Tensor,
     tree_mask: Tensor | None,
     scale: float,
-    shared_memory: int,
     overlap: bool,
     parts: PrefixParts | None = None,
     window: int = 0,
@@ -233,7 +227,7 @@ def _launch(
     group = heads // kv_heads
     # [B, N, H, D] in memory, so that the output projection reads contiguous rows.
     out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    tiles = tree_attention_tiles(head_dim, q.dtype, shared_memory)
+    tiles = tree_attention_tiles(head_dim, q.dtype, describe_gpu(q.device).shared_memory)
     # A pointer argument that the kernel does not read is q.
     outs, lses, block, _ = (q, q, 1, False) if parts is None else parts
     part_strides = (0,) * 8 if parts is None else (*outs.stride()[:4], *lses.stride())
@@ -248,7 +242,6 @@ def _launch(
         PREFIX_BLOCK=block,
         PARTS=num_parts,
         PARTS_PADDED=triton.next_power_of_2(max(num_parts, 1)),
-        OVERLAP=overlap,
         **tiles.options(head_dim),
         **overlap_options(overlap),
     )

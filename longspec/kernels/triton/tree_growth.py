@@ -199,16 +199,10 @@ def grow_level(
 
     # Program 0 of a sequence grows its tree. The others, with noise only, write a chunk of a parent's q each.
     _grow_level_kernel[(batch, 1 if q is None else 1 + num_parents * chunks)](
-        logits,
-        noise,
-        *statistics,
-        q,
-        *((0, 0) if q is None else q.stride()[:2]),
-        ids,
-        0 if ids is None else ids.stride(0),
+        *(logits, noise, *statistics),
+        *(q, *((0, 0) if q is None else q.stride()[:2]), ids, 0 if ids is None else ids.stride(0)),
         *(tree.tokens, tree.parents, tree.visible.view(torch.uint8), tree.scores, tree.arrivals),
-        *launch_arguments(watch),
-        temperature,
+        *(*launch_arguments(watch), temperature),
         *(vocab, subs, chunks, num_parents, nodes, above.start, above.stop),
         WIDTH=width,
         HAS_NOISE=noise is not None,

@@ -18,9 +18,6 @@ BLOCK_K = 2048
 """Columns per step of the loop."""
 NARROW = (64, 2048)
 """Smallest and largest width that a program takes at once."""
-NARROW_BLOCK_N = 4
-"""Rows of the weight per program for such a width."""
-NARROW_WARPS = 4
 SMALLEST_PIECE = 256
 """Columns of the smallest piece after the last whole step. A narrower one would leave most threads without a load."""
 
@@ -214,52 +211,21 @@ def vector_product(
     width = x.shape[-1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(*x.shape[:-1], rows) if add_to is None else add_to
-
-    overlap = describe_gpu(x.device).overlaps
-    # A gated program reads two rows of the weight per output.
-    block_n = (NARROW_BLOCK_N if is_narrow(width) else BLOCK_N) // (2 if gated else 1)
+    block_n = BLOCK_N // 2 if gated else BLOCK_N  # a gated program reads two rows of the weight per output
+    grid = (triton.cdiv(rows, block_n),)
+    options = {"HAS_BIAS": bias is not None, "GATED": gated, "ADD": add_to is not None, "BLOCK_N": block_n}
+    options |= {"num_warps": 4, **overlap_options(describe_gpu(x.device).overlaps)}
+    # A pointer argument that the kernel does not read is x.
+    bias = x if bias is None else bias
     if is_narrow(width):
         head = triton.next_power_of_2(width) // 2
-        _narrow_product_kernel[(triton.cdiv(rows, block_n),)](
-            x,
-            weight,
-            x if bias is None else bias,
-            x if norm is None else norm,
-            out,
-            rows,
-            eps,
-            HAS_BIAS=bias is not None,
-            HAS_NORM=norm is not None,
-            GATED=gated,
-            ADD=add_to is not None,
-            WIDTH=width,
-            HEAD=head,
-            REST=triton.next_power_of_2(max(width - head, 8)),
-            BLOCK_N=block_n,
-            OVERLAP=overlap,
-            num_warps=NARROW_WARPS,
-            **overlap_options(overlap),
-        )
+        sizes = {"WIDTH": width, "HEAD": head, "REST": triton.next_power_of_2(max(width - head, 8))}
+        has_norm, norm = norm is not None, x if norm is None else norm
+        _narrow_product_kernel[grid](x, weight, bias, norm, out, rows, eps, HAS_NORM=has_norm, **sizes, **options)
         return out
     block_k = max(8, min(BLOCK_K, triton.next_power_of_2(width)))
     tail = width % block_k
     even = rows % block_n == 0 and tail % SMALLEST_PIECE == 0
-    _vector_product_kernel[(triton.cdiv(rows, block_n),)](
-        x,
-        weight,
-        x if bias is None else bias,
-        out,
-        rows,
-        width,
-        HAS_BIAS=bias is not None,
-        GATED=gated,
-        ADD=add_to is not None,
-        EVEN=even,
-        TAIL=tail if even else 0,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        OVERLAP=overlap,
-        num_warps=4,
-        **overlap_options(overlap),
-    )
+    sizes = {"EVEN": even, "TAIL": tail if even else 0, "BLOCK_K": block_k}
+    _vector_product_kernel[grid](x, weight, bias, out, rows, width, **sizes, **options)
     return out
