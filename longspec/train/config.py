@@ -30,10 +30,10 @@ UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 SCHEMA = OmegaConf.structured(TrainConfig)
 
 
-def load_config(argv: Sequence[str]) -> TrainConfig | None:
+def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:
     """The configuration of the run that the command-line arguments describe, checked.
 
-    With `--cfg job` it is printed, and the result is None. Raises UserError with the full name of a wrong key.
+    ranks: their number; None for that of this process's launch. With `--cfg job` it is printed, and the result is None. Raises UserError with the full name of a wrong key.
     """
     args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
@@ -43,7 +43,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
     if automatic := auto_keys(composed):
         # They follow from the other values, so these must have the right types.
         _merged(without(composed, automatic))
-        composed = with_auto_values(composed, automatic)
+        composed = with_auto_values(composed, automatic, ranks)
     config = typed(composed)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}

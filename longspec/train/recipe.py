@@ -82,8 +82,12 @@ def without(run: DictConfig, keys: Sequence[str]) -> DictConfig:
     return copy
 
 
-def with_auto_values(run: DictConfig, keys: Sequence[str]) -> DictConfig:
-    """`run` with values of `keys`, which are `auto`. Reads the target's config.json. Raises UserError."""
+def with_auto_values(run: DictConfig, keys: Sequence[str], ranks: int | None = None) -> DictConfig:
+    """`run` with values of `keys`, which are `auto`. Reads the target's config.json. Raises UserError.
+
+    ranks: their number; None for that of this process's launch.
+    """
+    ranks = ranks or launched_ranks()[1]
     run = run.copy()
     if OmegaConf.is_missing(run, "model_name_or_path") or not run.model_name_or_path:
         raise UserError("config key model_name_or_path: not set; give model_name_or_path=TARGET, a folder or a hub id")
@@ -96,12 +100,12 @@ def with_auto_values(run: DictConfig, keys: Sequence[str]) -> DictConfig:
     has_draft = run.draft_model_name_or_path is not None or is_checkpoint
     fresh = not has_draft and draft_of_pair(folder) is None
     for key in keys:
-        OmegaConf.update(run, key, auto_value(key, run, target, fresh), merge=False)
+        OmegaConf.update(run, key, auto_value(key, run, target, fresh, ranks), merge=False)
     return run
 
 
-def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool) -> Any:
-    """The value of a key that is `auto`. fresh: whether the run starts without a draft."""
+def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool, ranks: int) -> Any:
+    """The value of a key that is `auto`. fresh: whether the run starts without a draft. ranks: their number."""
     width = target.hidden_size
     match key:
         case "model._target_":
@@ -127,16 +131,15 @@ def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool)
             # As many rows as the device's memory allows.
             memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
             tokens = int(UNITS_PER_BYTE * memory / width)
-            return _power_of_two(min(tokens // max(1, run.data.max_length), _rows_per_rank(run)))
+            return _power_of_two(min(tokens // max(1, run.data.max_length), _rows_per_rank(run, ranks)))
         case "gradient_accumulation_steps":
-            return math.ceil(_rows_per_rank(run) / max(1, run.per_device_train_batch_size))
+            return math.ceil(_rows_per_rank(run, ranks) / max(1, run.per_device_train_batch_size))
     raise KeyError(key)
 
 
-def _rows_per_rank(run: DictConfig) -> int:
-    """Rows of this rank in a step of TOKENS_PER_STEP tokens."""
-    ranks = max(1, launched_ranks()[1] // run.tp_size)
-    return math.ceil(TOKENS_PER_STEP / max(1, run.data.max_length) / ranks)
+def _rows_per_rank(run: DictConfig, ranks: int) -> int:
+    """Rows of a rank in a step of TOKENS_PER_STEP tokens."""
+    return math.ceil(TOKENS_PER_STEP / max(1, run.data.max_length) / max(1, ranks // run.tp_size))
 
 
 def _power_of_two(limit: int) -> int:

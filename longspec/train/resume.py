@@ -206,16 +206,21 @@ def _batch_split(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
 
 def last_step(config: TrainConfig, rows: int, start_step: int) -> int:
     """The number of the run's last step. Raises UserError if that is before `start_step`."""
-    epochs, batch = config.num_train_epochs, rows_per_step(config)
-    total_steps = config.max_steps
-    if total_steps is None:
-        total_steps = recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
+    total_steps = steps_over(config, rows, rows_per_step(config))
     if start_step > total_steps:
         raise UserError(
             f"config key resume: the checkpoint in {config.output_dir} is of step {start_step}, but this run ends with "
             f"step {total_steps}; raise max_steps or num_train_epochs"
         )
     return total_steps
+
+
+def steps_over(config: TrainConfig, rows: int, batch: int) -> int:
+    """The number of steps of a run over `rows` rows, with `batch` rows per step."""
+    if config.max_steps is not None:
+        return config.max_steps
+    epochs = config.num_train_epochs
+    return recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
 
 
 def rows_per_step(config: TrainConfig) -> int:
