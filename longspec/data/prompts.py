@@ -30,9 +30,8 @@ LOOP_SHARE = 0.5
 """Share of distinct n-grams below which a text is a repetition loop."""
 LOOP_TAIL = 128
 """Tokens at the end of a text in which a loop is also looked for."""
-PROMPT_FORMS = tuple(
-    dict.fromkeys(("prompt", *TURN_KINDS, *(kind.prompt_field for kind in KINDS if kind.prompt_field), "context + input"))
-)
+PROMPT_FIELDS = ("prompt", *TURN_KINDS, *(kind.prompt_field for kind in KINDS if kind.prompt_field))
+PROMPT_FORMS = (*dict.fromkeys(PROMPT_FIELDS), "context + input")
 """The fields of a record from which prompts are read, the usual ones first."""
 PLACEHOLDER = "USER-TURN"
 """Text that marks the content of a user turn in the output of a chat template."""

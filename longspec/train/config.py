@@ -33,7 +33,8 @@ SCHEMA = OmegaConf.structured(TrainConfig)
 def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:
     """The configuration of the run that the command-line arguments describe, checked.
 
-    ranks: their number; None for that of this process's launch. With `--cfg job` it is printed, and the result is None. Raises UserError with the full name of a wrong key.
+    With `--cfg job` it is printed, and the result is None. Raises UserError with the full name of a wrong key.
+    ranks: their number; None for that of this process's launch.
     """
     args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)

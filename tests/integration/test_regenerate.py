@@ -251,7 +251,7 @@ def test_bad_input_is_one_line(
     for first, second, problem in (
         ("", '{"problem": "p", "max_tokens": 3}', "line 1: field 'max_tokens' is not read"),
         (whole, '{"text": "t"}', "line 2: field 'text' is plain text, without a prompt"),
-        ("", '{"body": "t"}', "line 1: field 'prompt' is missing or null; this record has body; use one of: prompt, mes"),
+        ("", '{"body": "t"}', "line 1: field 'prompt' is missing or null; this record has body; use one of: prompt, "),
     ):
         plain.write_text(f"{first}{second}\n")
         with pytest.raises(UserError, match=rf"plain.jsonl, {problem}"):

@@ -113,7 +113,11 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
         (["max_steps=1200"], ["run: 1,200 steps"]),
         (
             ["--num_gpus", "1", "data.pack=false", "data.overflow=truncate", "num_train_epochs=3"],
-            ["step: 2 rows of up to 128 tokens, 256 in all", "epoch: 2.5 steps, if all records are used", "run: 8 steps"],
+            [
+                "step: 2 rows of up to 128 tokens, 256 in all",
+                "epoch: 2.5 steps, if all records are used",
+                "run: 8 steps",
+            ],
         ),
     ],
 )
