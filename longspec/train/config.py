@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from longspec.errors import UserError
 from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
-from longspec.train.config_checks import DTYPES, check, check_choice
+from longspec.train.config_checks import check
 from longspec.train.config_schema import TrainConfig
-from longspec.train.recipe import auto_keys, with_auto_values, without
+from longspec.train.recipe import auto_keys, with_auto_values, with_placeholders
 from longspec.untrusted import read_yaml
 
 FREE_SECTIONS = ("data.templates.", "model.architecture_options")
 UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
 """OmegaConf's errors for a key that is not in the schema."""
-SCHEMA = OmegaConf.structured(TrainConfig)
+SCHEMA = TypeAdapter(TrainConfig)
 
 
 def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:
@@ -43,7 +44,7 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
         return None
     if automatic := auto_keys(composed):
         # They follow from the other values, so these must have the right types.
-        _merged(without(composed, automatic))
+        typed(with_placeholders(composed, automatic))
         composed = with_auto_values(composed, automatic, ranks)
     config = typed(composed)
     # Only what the user typed counts; the experiment file names a draft, too.
@@ -77,35 +78,27 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
         raise UserError(f"config {name}: {_one_line(error)}") from error
 
 
-def typed(composed: DictConfig) -> TrainConfig:
-    """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a value of the wrong type."""
-    merged = _merged(composed)
+def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
+    """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a wrong value."""
     try:
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+        values: Any = composed
+        if isinstance(composed, DictConfig):
+            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return SCHEMA.validate_python(values)
     except OmegaConfBaseException as error:
-        raise _key_error(error) from error
+        raise UserError(f"config key {error.full_key}: {_one_line(error)}") from error
+    except ValidationError as error:
+        raise _key_error(error.errors()[0]) from error
 
 
-def _merged(composed: DictConfig) -> DictConfig:
-    """`composed` merged into the schema, where keys may be missing. Raises UserError as `typed` does."""
-    merged: Any = SCHEMA
-    key = ""
-    try:
-        values: Any = OmegaConf.to_container(composed, resolve=True)
-        # Key by key, so that an error without a key can be attributed to one.
-        for key, value in values.items():
-            merged = OmegaConf.merge(merged, {key: value})
-    except OmegaConfBaseException as error:
-        raise _key_error(error, key) from error
-    return merged
-
-
-def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:
-    """The error with its key, or with `key` if it has none."""
-    where = getattr(error, "full_key", None) or key
-    return (
-        _unknown_key(where) if isinstance(error, UNKNOWN_KEY) else UserError(f"config key {where}: {_one_line(error)}")
-    )
+def _key_error(problem: Any) -> UserError:
+    """The error for one of pydantic's."""
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "unexpected_keyword_argument":
+        return _unknown_key(key)
+    message = problem["msg"].replace("Input should be", "must be")
+    given = "" if problem["type"] == "missing" else f", not {problem['input']!r:.80}"
+    return UserError(f"config key {key}: {message}{given}")
 
 
 def _unknown_key(key: str) -> UserError:
@@ -135,12 +128,11 @@ def read_config_file(file: Path) -> TrainConfig:
     """
     content = read_yaml(file)
     try:
-        config = typed(OmegaConf.create(content))
+        config = typed(content)
         pair_class(config.model._target_)
-        check_choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
         config.model.draft_options  # noqa: B018 (raises UserError)
-    except (OmegaConfBaseException, UserError) as error:
-        raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
+    except UserError as error:
+        raise UserError(f"{file}: not a readable training configuration ({error})") from error
     return config
 
 
@@ -177,7 +169,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def to_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML, in the schema's order."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 ELEMENT = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""")

@@ -40,11 +40,17 @@ UNITS_PER_BYTE = 2**25 / (80 * 2**30)
 """Tokens of a micro-batch times hidden units, per byte of the GPU's memory."""
 CPU_BYTES = 8 * 2**30
 """Memory that the micro-batches of a CPU may assume."""
-AUTO_KEYS = (
-    *("model._target_", "model.torch_dtype", "model.kv_layers", "model.draft_vocabulary", "optimizer"),
-    *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps"),
-)
-"""Keys that may be `auto`. Later values depend on earlier ones."""
+AUTO_KEYS: dict[str, Any] = {
+    "model._target_": "",
+    "model.torch_dtype": "float32",
+    "model.kv_layers": [],
+    "model.draft_vocabulary": None,
+    "optimizer": "adamw",
+    "learning_rate": 1.0,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+"""Keys that may be `auto`, each with a value of its type. Later values depend on earlier ones."""
 MUON_FROM = "0.19.8"
 """Oldest supported DeepSpeed version for Muon. Earlier ones have no Muon for bf16."""
 
@@ -72,14 +78,12 @@ def auto_keys(run: DictConfig) -> list[str]:
     return [key for key in AUTO_KEYS if OmegaConf.select(run, key) == AUTO]
 
 
-def without(run: DictConfig, keys: Sequence[str]) -> DictConfig:
-    """A copy of `run` without `keys`."""
-    copy = run.copy()
-    OmegaConf.set_struct(copy, False)
+def with_placeholders(run: DictConfig, keys: Sequence[str]) -> DictConfig:
+    """`run` with a value of the right type for each of `keys`."""
+    run = run.copy()
     for key in keys:
-        section, _, name = key.rpartition(".")
-        del (OmegaConf.select(copy, section) if section else copy)[name]
-    return copy
+        OmegaConf.update(run, key, AUTO_KEYS[key], merge=False)
+    return run
 
 
 def with_auto_values(run: DictConfig, keys: Sequence[str], ranks: int | None = None) -> DictConfig:

@@ -4,16 +4,15 @@ import logging
 import math
 import secrets
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
-from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED
+from longspec.models.draft_layer import FIXED, GLIDE, PUBLISHED
 from longspec.train.config import CONFIG_NAME, read_config_file
-from longspec.train.config_schema import ModelConfig, TrainConfig
+from longspec.train.config_schema import DRAFT_DEFAULTS, TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, marker_of, states
@@ -136,8 +135,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     else:
         section, stated = "model.architecture_options", model.architecture_options
         options = {name: _as_yaml(value) for name, value in (own | stated).items()}
-        plain = {key: getattr(ModelConfig(), key) for key in OPTION_KEYS}
-        taken = plain | {"architecture": saved.architecture, "architecture_options": options}
+        taken = DRAFT_DEFAULTS | {"architecture": saved.architecture, "architecture_options": options}
     for name, value in stated.items():
         is_fixed = saved.architecture == GLIDE or name != "window" or state is not None
         if is_fixed and _as_yaml(value) != _as_yaml(own.get(name)):
@@ -194,8 +192,7 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
 
 def _differences(saved: TrainConfig, current: TrainConfig, keys: tuple[str, ...]) -> list[str]:
     """One phrase for each of `keys` whose values differ."""
-    saved_values, values = OmegaConf.structured(saved), OmegaConf.structured(current)
-    pairs = {key: (OmegaConf.select(saved_values, key), OmegaConf.select(values, key)) for key in keys}
+    pairs = {key: (attrgetter(key)(saved), attrgetter(key)(current)) for key in keys}
     return [f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new]
 
 

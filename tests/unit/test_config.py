@@ -187,7 +187,7 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("your-model; max_steps=auto", "config key max_steps"),
         ("your-model; model_name_or_path=nowhere/at/all", "nowhere/at/all"),
         ("no_such_experiment", "no_such_experiment"),
-        ("model.draft_vocabulary=0", "model.draft_vocabulary: must be positive, not 0"),
+        ("model.draft_vocabulary=0", "model.draft_vocabulary: must be greater than 0, not 0"),
         ("model.architecture=eagle4", "no draft architecture 'eagle4'"),
         ("model.architecture=eagle3; model.kv_layers=[1]", "model.kv_layers: not for the architecture eagle3"),
         ("model.architecture=eagle3; model.architecture_options.window=3", "options.window: 3"),
