@@ -52,9 +52,6 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
     if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
         # The checkpoint's own draft takes precedence over the draft that the experiment names.
         config.draft_model_name_or_path = None
-    config.data.files = _as_list(config.data.files)
-    if config.evaluation.files is not None:
-        config.evaluation.files = _as_list(config.evaluation.files)
     check(config)
     return config
 
@@ -145,10 +142,6 @@ def _one_line(error: Exception) -> str:
 def is_checkpoint(config: TrainConfig) -> bool:
     """Whether `model_name_or_path` is a checkpoint folder of a training run instead of a target."""
     return (Path(config.model_name_or_path) / CONFIG_NAME).is_file()
-
-
-def _as_list(files: Any) -> Any:
-    return [files] if isinstance(files, str) else files
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:

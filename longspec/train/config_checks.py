@@ -74,22 +74,21 @@ def _check_muon(config: TrainConfig) -> None:
 
 
 def _check_data_files(config: TrainConfig) -> None:
-    training_files = _real_files("data.files", config.data.files)
+    training_files = _real_files(config.data.files)
     evaluation = config.evaluation
     if evaluation.files is None:
         _require(not evaluation.keep_best, "evaluation.keep_best", "needs evaluation.files", True)
         return
     # Real paths, so that a link to a training file does not pass as held-out data.
-    held_out_files = _real_files("evaluation.files", evaluation.files)
+    held_out_files = _real_files(evaluation.files)
     if shared := sorted(held_out_files & training_files):
         raise UserError(
             f"config key evaluation.files: {shared[0]} is also in data.files; evaluate on files that are not trained on"
         )
 
 
-def _real_files(key: str, files: Any) -> set[str]:
+def _real_files(files: list[str]) -> set[str]:
     """The real paths of all data files that `files` names."""
-    _require(isinstance(files, list), key, "must be a path or a list of paths", files)
     return {os.path.realpath(file) for file in data_files(files)}
 
 

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
 
 from longspec.errors import UserError
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Options
@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=0, lt=LARGEST)]
 Real = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # A beta of 1 would divide by zero in Adam's bias correction.
 Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+Files = Annotated[list[str], BeforeValidator(lambda files: [files] if isinstance(files, str) else files)]
 
 
 @dataclass(kw_only=True)
@@ -72,7 +73,7 @@ DRAFT_DEFAULTS: dict[str, Any] = {
 class DataConfig:
     """The data (see `data.tokenization.Tokenize`), and the number of loading processes per rank."""
 
-    files: Any
+    files: Files
     # Tokens per row, the unit of a micro-batch.
     max_length: Positive
     pack: bool
@@ -102,7 +103,7 @@ class VariantConfig:
     name: Literal["base", "sinkpi-slicing"]
     max_offset: Count
     """Largest offset of anchor-offset positions."""
-    depth: int
+    depth: Count
     """Largest lag of sinkpi-slicing."""
 
     @property
@@ -115,7 +116,7 @@ class VariantConfig:
 class EvaluationConfig:
     """Evaluation on held-out data (see `longspec.train.evaluation`). Without `files` there is none."""
 
-    files: Any
+    files: Files | None
     steps: Positive
     rows: Positive | None
     keep_best: bool

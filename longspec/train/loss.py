@@ -59,6 +59,8 @@ class DraftLoss:
     """Largest number of logits in a chunk."""
     vocabulary: Tensor | None = None
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
+    scores: bool = False
+    """Whether a call returns what `score` does, for an evaluation."""
 
     @property
     def teacher_share(self) -> float:
@@ -78,7 +80,9 @@ class DraftLoss:
         labels: Tensor,
         lm_head: nn.Module,
         head: nn.Module | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Any, Any]:
+        if self.scores:
+            return self.score(hidden, target_hidden, labels, lm_head, head)
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
