@@ -32,7 +32,7 @@ from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
-from longspec.train.markers import read_marker
+from longspec.train.markers import damage, read_marker
 from longspec.train.run import train, warn_of_few_steps
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
@@ -233,6 +233,9 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
     straight, cut = work / "straight", work / "cut"
     train(configured(work, *given, f"output_dir={straight}"), Termination())
+    trained = [{name: value for name, value in line.items() if "eval" not in name} for line in timeless(straight)]
+    assert trained == timeless(work / "out"), "an evaluation changes nothing of the training"
+    assert equal_drafts(work / "out" / "checkpoint-last", straight / "checkpoint-last")
     rows: list[int] = []
     score_row = Evaluation.score_row
 
@@ -261,8 +264,13 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     lines = [{line["step"]: line for line in timeless(output)} for output in (straight, cut)]
     assert lines[0] == lines[1]
     best = [json.loads((output / "checkpoint-best" / "evaluation.json").read_text()) for output in (straight, cut)]
-    assert best[0]["step"] == best[1]["step"]
+    chosen = max(metrics(straight), key=lambda line: line["eval_acceptance_length"])
+    assert best[0]["step"] == best[1]["step"] == chosen["step"] and best[0].items() <= chosen.items()
     assert equal_drafts(straight / "checkpoint-best", cut / "checkpoint-best")
+    assert damage(cut / "checkpoint-best") is None and (cut / "checkpoint-best" / "tokenizer.json").is_file()
+    before = (cut / "metrics.jsonl").read_bytes()
+    train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
+    assert "nothing left to do" in caplog.text and (cut / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("linked", [True, False])
