@@ -1,4 +1,4 @@
-"""A run with each kind of draft on one rank: loss, evaluation, checkpoints, extracted drafts, resumed run, next stage."""
+"""A run with each kind of draft on one rank: loss, evaluation, checkpoints, extracted drafts, resuming, next stage."""
 
 import json
 from collections import Counter
