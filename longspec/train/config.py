@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
@@ -67,7 +67,9 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
             # These sections take keys of any name, and Hydra adds new keys only with `++`.
             readable_overrides = map(readable, overrides)
             prefixed = [f"++{text}" if text.startswith(FREE_SECTIONS) else text for text in readable_overrides]
-            return compose(name.removesuffix(".yaml"), overrides=prefixed)
+            composed = compose(name.removesuffix(".yaml"), overrides=prefixed)
+            OmegaConf.resolve(composed)
+            return composed
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if isinstance(error.__cause__, UNKNOWN_KEY):
             # Hydra's own message suggests `+key`, which `typed` rejects.
@@ -82,8 +84,8 @@ def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
         if isinstance(composed, DictConfig):
             values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         return SCHEMA.validate_python(values)
-    except OmegaConfBaseException as error:
-        raise UserError(f"config key {error.full_key}: {_one_line(error)}") from error
+    except MissingMandatoryValue as error:
+        raise UserError(f"config key {error.full_key}: not set; give {error.full_key}=VALUE") from error
     except ValidationError as error:
         raise _key_error(error.errors()[0]) from error
 

@@ -13,8 +13,9 @@ from longspec.train.positions import BLOCK_LAGS
 
 LARGEST = 2**64
 """Integers are less: torch takes no larger seed."""
-Positive = Annotated[int, Field(gt=0, lt=LARGEST)]
-Count = Annotated[int, Field(ge=0, lt=LARGEST)]
+# Strict, because true is 1 otherwise.
+Positive = Annotated[int, Field(gt=0, lt=LARGEST, strict=True)]
+Count = Annotated[int, Field(ge=0, lt=LARGEST, strict=True)]
 Real = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # A beta of 1 would divide by zero in Adam's bias correction.
 Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError
 from longspec.models.draft_files import TRAINING_CONFIG_NAME, draft_of_pair
 from longspec.models.draft_layer import GLIDE
 from longspec.models.families import family_class
@@ -93,8 +92,6 @@ def with_auto_values(run: DictConfig, keys: Sequence[str], ranks: int | None = N
     """
     ranks = ranks or launched_ranks()[1]
     run = run.copy()
-    if OmegaConf.is_missing(run, "model_name_or_path") or not run.model_name_or_path:
-        raise UserError("config key model_name_or_path: not set; give model_name_or_path=TARGET, a folder or a hub id")
     name = str(run.model_name_or_path)
     checkpoint = Path(name) / TRAINING_CONFIG_NAME
     is_checkpoint = checkpoint.is_file()

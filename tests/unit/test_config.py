@@ -162,6 +162,8 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("data.overflow=drop", "data.overflow"),
         (f"seed={2**70}", "seed"),
         (f"max_steps={10**400}", "max_steps"),
+        ("save_steps=true", "config key save_steps: must be a valid integer, not True"),
+        ("adam_betas=0.9", "config key adam_betas: must be a valid list, not 0.9"),
         ("output_dir=", "output_dir"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("loss=mse", "loss"),
@@ -183,6 +185,8 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("evaluation.files=${data.files}", "evaluation.files"),
         # Before other values follow from it:
         ("your-model; model_name_or_path=null", "config key model_name_or_path"),
+        ("your-model; model_name_or_path=???", "model_name_or_path: not set; give model_name_or_path=VALUE"),
+        ("your-model; learning_rate=${rate}", "Interpolation key 'rate' not found"),
         ("your-model; data.max_length=long", "config key data.max_length"),
         ("your-model; max_steps=auto", "config key max_steps"),
         ("your-model; model_name_or_path=nowhere/at/all", "nowhere/at/all"),
