@@ -19,11 +19,9 @@ from training_fixtures import (
     timeless,
     write_texts,
 )
-from transformers import LlamaConfig
 
 from longspec.errors import UserError
 from longspec.locks import LOCK_NAME, locked
-from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
 from longspec.train.config import CONFIG_NAME, read_config_file
@@ -339,14 +337,3 @@ def test_changed_files_and_commits_are_named(before: list[str], now: list[str], 
     old, new = ([line.split() for line in lines] for lines in (before, now))
     differences = changes(Contents(target=old), Contents(target=new))
     assert message in "".join(differences) and bool(differences) is bool(message)
-
-
-def test_every_file_that_shapes_the_targets_tokens_counts(tmp_path: Path) -> None:
-    """A snapshot in the hub's cache is identified by its commit."""
-    names = ("generation_config.json", "special_tokens_map.json", "added_tokens.json")
-    for name in names:
-        (tmp_path / name).write_text("{}")
-    assert {name for name, _ in target_digests(str(tmp_path), LlamaConfig())} == set(names)
-    snapshot = tmp_path / "snapshots" / COMMITS[0]
-    snapshot.mkdir(parents=True)
-    assert target_digests(str(snapshot), LlamaConfig()) == [[str(snapshot), COMMITS[0]]]
