@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
+COUNTED_BYTES = 2**30
+"""Largest data whose records a dry run counts."""
 
 
 def config_names(folder: Path = ROOT / CONFIGS) -> list[str]:
@@ -93,7 +95,7 @@ def known_ranks(options: LaunchOptions) -> int | None:
 
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
-    """What a run reads and how long it takes, a line each. Tokens are not counted, so packed rows are not known.
+    """What a run reads and how long it takes, a line each, as far as it is known without counting tokens.
 
     ranks: None if their number is not known.
     """
@@ -101,13 +103,17 @@ def plan(config: "TrainConfig", ranks: int | None) -> str:
     from longspec.train.resume import steps_over
 
     data, files = config.data, data_files(config.data.files)
-    records = sum(1 for file in files for _ in text_lines(file))
-    lines = [f"data: {records:,} records in {len(files)} files, {sum(map(os.path.getsize, files)):,} bytes"]
+    size, records = sum(map(os.path.getsize, files)), 0
+    lines = [f"data: {len(files)} files, {size:,} bytes"]
+    if size <= COUNTED_BYTES:
+        records = sum(1 for file in files for _ in text_lines(file))
+        lines[0] += f", {records:,} records"
     steps = config.max_steps
     if ranks is not None:
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * max(1, ranks // config.tp_size)
         lines.append(f"step: {rows:,} rows of up to {data.max_length:,} tokens, {rows * data.max_length:,} in all")
-        if not data.pack and data.overflow == "truncate":
+        # Packed and split rows depend on the number of tokens.
+        if records and not data.pack and data.overflow == "truncate":
             lines.append(f"epoch: {records / rows:,.1f} steps, if all records are used")
             steps = steps_over(config, records, rows)
     return "\n".join(lines if steps is None else [*lines, f"run: {steps:,} steps"])

@@ -99,7 +99,7 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     *derived, line = CliRunner().invoke(console.app, given).stdout.splitlines()
     assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
     assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'")
-    assert derived == ["data: 1 records in 1 files, 16 bytes", "step: 16 rows of up to 128 tokens, 2,048 in all"]
+    assert derived == ["data: 1 files, 16 bytes, 1 records", "step: 16 rows of up to 128 tokens, 2,048 in all"]
     for wrong, named in (("max_step=3", "max_step: no such key"), ("data.files=none.jsonl", "none.jsonl")):
         result = CliRunner().invoke(console.app, [*given, wrong])
         assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout
