@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
@@ -25,9 +25,6 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.recipe import auto_keys, with_auto_values, with_placeholders
 from longspec.untrusted import read_yaml
 
-FREE_SECTIONS = ("data.templates.", "model.architecture_options")
-UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
-"""OmegaConf's errors for a key that is not in the schema."""
 SCHEMA = TypeAdapter(TrainConfig)
 
 
@@ -61,19 +58,18 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
     if not Path(folder).is_dir():
         raise UserError(f"config path {folder}: no such folder; run from the repository's root or give its full path")
     if not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
-        raise UserError(f"config name {name}: no such experiment; choose one of the .yaml files in {folder}")
+        names = ", ".join(sorted(file.stem for file in Path(folder).glob("*.yaml"))) or "none"
+        raise UserError(f"config name {name}: no such experiment in {folder}; there are: {names}")
+    groups = tuple(f"{group.name}=" for group in Path(folder).iterdir() if group.is_dir())
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
-            # These sections take keys of any name, and Hydra adds new keys only with `++`.
-            readable_overrides = map(readable, overrides)
-            prefixed = [f"++{text}" if text.startswith(FREE_SECTIONS) else text for text in readable_overrides]
+            # Some sections take keys of any name. Hydra adds them with `++` alone, and `typed` reports unknown ones.
+            texts = map(readable, overrides)
+            prefixed = [text if text.startswith(("+", "~", *groups)) else f"++{text}" for text in texts]
             composed = compose(name.removesuffix(".yaml"), overrides=prefixed)
             OmegaConf.resolve(composed)
             return composed
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        if isinstance(error.__cause__, UNKNOWN_KEY):
-            # Hydra's own message suggests `+key`, which `typed` rejects.
-            raise _unknown_key(str(error.__cause__.full_key)) from error
         raise UserError(f"config {name}: {_one_line(error)}") from error
 
 

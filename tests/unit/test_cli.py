@@ -100,8 +100,12 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
     assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'")
     assert derived == ["data: 1 files, 16 bytes, 1 records", "step: 16 rows of up to 128 tokens, 2,048 in all"]
-    for wrong, named in (("max_step=3", "max_step: no such key"), ("data.files=none.jsonl", "none.jsonl")):
-        result = CliRunner().invoke(console.app, [*given, wrong])
+    for experiment, wrong, named in (
+        (name, "max_step=3", "max_step: no such key"),
+        (name, "data.files=none.jsonl", "none.jsonl"),
+        ("my-model", "seed=3", "config name my-model: no such experiment"),
+    ):
+        result = CliRunner().invoke(console.app, ["train", experiment, *given[2:], wrong])
         assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout
 
 
