@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -21,51 +21,34 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error numbers of file systems without locks."""
 
 
-class FolderLock:
-    """An exclusive `flock` on a file in an existing folder.
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Hold an exclusive `flock` on a file in an existing folder inside the context.
 
     The kernel releases it when the process ends, even by a crash. On NFS it is effective across hosts. The file holds
     the holder's name and is never removed, because a second run may already have opened it. On a file system without
-    locks a warning is logged instead.
+    locks a warning is logged instead. Raises UserError, and changes nothing, if another run holds the lock or the file
+    cannot be written.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        """Raises UserError, and changes nothing, if another run holds the lock or the file cannot be written."""
-        file = Path(folder) / LOCK_NAME
-        with os_errors(f"output_dir: {file} cannot be written"), ExitStack() as stack:
-            self.descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-            stack.callback(os.close, self.descriptor)
-            try:
-                _flock(self.descriptor, file)
-            except BlockingIOError as error:
-                holder = _named(os.pread(self.descriptor, 4096, 0).decode(errors="replace"))
-                raise UserError(
-                    f"output_dir: another run{holder} is writing to {folder}; wait for it, stop it, or give another "
-                    "output_dir"
-                ) from error
-            holder_fields = {"host": socket.gethostname(), "pid": os.getpid()}
-            os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, json.dumps(holder_fields).encode(), 0)
-            os.fsync(self.descriptor)
-            stack.pop_all()
+    file = Path(folder) / LOCK_NAME
+    with os_errors(f"output_dir: {file} cannot be written"):
+        stream = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+    with stream:
+        try:
+            _flock(stream.fileno(), file)
+        except BlockingIOError as error:
+            holder = _named(stream.read().decode(errors="replace"))
+            raise UserError(
+                f"output_dir: another run{holder} is writing to {folder}; wait for it, stop it, or give another "
+                "output_dir"
+            ) from error
+        with os_errors(f"output_dir: {file} cannot be written"):
+            stream.truncate()
+            stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+            os.fsync(stream.fileno())
         # A loading process that outlives its rank must not hold the lock.
-        os.register_at_fork(after_in_child=self.release)
-
-    def release(self) -> None:
-        """Release the lock. Later calls do nothing."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-@contextmanager
-def locked(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of an existing folder inside the context. Raises UserError as `FolderLock` does."""
-    lock = FolderLock(folder)
-    try:
+        os.register_at_fork(after_in_child=stream.close)
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -14,23 +14,23 @@ from longspec.errors import UserError
 from longspec.longbench import measurement
 from longspec.regenerate.writer import Writer
 
-FUNCTIONS: dict[str, tuple[Any, str, int]] = {
-    "evaluate": (measurement, "sample_line", 0),
-    "generate": (PromptRun, "line", 0),
-    "regenerate": (Writer, "_records", 0),
+FUNCTIONS: dict[str, tuple[Any, str]] = {
+    "evaluate": (measurement, "sample_line"),
+    "generate": (PromptRun, "line"),
+    "regenerate": (Writer, "_records"),
 }
-"""The function of each command that does a unit of work, and the number of its calls before the first unit."""
+"""The function of each command that does a unit of work."""
 
 
 def break_call(call: int, name: str) -> None:
     """Let the fault strike at the start of unit number `call` of the command in `sys.argv`."""
-    owner, attribute, before = FUNCTIONS[sys.argv[1]]
+    owner, attribute = FUNCTIONS[sys.argv[1]]
     real = getattr(owner, attribute)
     calls: list[None] = []
 
     def faulty(*args: Any, **settings: Any) -> Any:
         calls.append(None)
-        if len(calls) == before + call + 1:
+        if len(calls) == call + 1:
             if name == "error":
                 raise UserError("sample 'x': bad")
             os.kill(os.getpid(), getattr(signal, name))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import pytest
@@ -83,8 +83,7 @@ def one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process group of one rank in this process, without W&B; the body of a fixture."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(F, "linear", F.linear)  # DeepSpeed replaces it for good
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
+    for name, value in agreement.ALONE.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(groups, "_WORLD_GROUP", None)  # that of a test before is gone
     agreement.waiting_group.cache_clear()
@@ -143,15 +142,33 @@ def deepspeed_launch(
     )
 
 
+class Forked(NamedTuple):
+    """Ranks that have ended: the first exit code that is not 0, that of each rank, and the output of all."""
+
+    code: int
+    codes: list[int | None]
+    stdout: str
+    stderr: str
+
+
+def run_ranks(script: str, *arguments: str, ranks: int = 2, **environment: str) -> Forked:
+    """Run a script on forked ranks on the CPU, whatever they return."""
+    with TemporaryDirectory() as folder:
+        logs = Path(folder) / "stdout", Path(folder) / "stderr"
+        for log in logs:
+            log.touch()
+        started = start_forked(script, list(arguments), ranks, free_port(), launch_environment(**environment), *logs)
+        code = exit_code(started, LIMIT_S)
+        return Forked(code, [rank.exitcode for rank in started], logs[0].read_text(), logs[1].read_text())
+
+
 def start_ranks_of(
-    experiment: str, *overrides: str, log: Path, ranks: int = 2, script: str = TRAINER, **environment: str
+    experiment: str, *overrides: str, log: Path, script: str = TRAINER, **environment: str
 ) -> list[Rank]:
-    """Start what a launch line starts on the CPU, without the launcher; stderr goes to `log`, stdout next to it."""
+    """Start what a launch line starts on two ranks on the CPU, without the launcher; all output goes to `log`."""
     arguments = ["-cp", "conf/exp/", "-cn", experiment, *overrides]
-    stdout = log.with_name(f"{log.name}.stdout")
-    stdout.touch()
     log.touch()
-    return start_forked(script, arguments, ranks, free_port(), launch_environment(**environment), stdout, log)
+    return start_forked(script, arguments, 2, free_port(), launch_environment(**environment), log, log)
 
 
 def launch(
@@ -160,11 +177,8 @@ def launch(
     """Run ranks, whatever they return: by the launcher on GPUs, forked on the CPU, where its start takes longest."""
     if device != "cpu":
         return deepspeed_launch(experiment, *overrides, ranks=ranks, script=script, device=device, **environment)
-    with TemporaryDirectory() as folder:
-        log = Path(folder) / "stderr"
-        running = start_ranks_of(experiment, *overrides, log=log, ranks=ranks, script=script, **environment)
-        code = exit_code(running, LIMIT_S)
-        return subprocess.CompletedProcess([], code, log.with_name("stderr.stdout").read_text(), log.read_text())
+    run = run_ranks(script, "-cp", "conf/exp/", "-cn", experiment, *overrides, ranks=ranks, **environment)
+    return subprocess.CompletedProcess([], run.code, run.stdout, run.stderr)
 
 
 def launched(experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu") -> str:

@@ -5,7 +5,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,19 +13,19 @@ from longspec.cli.options import command, option
 from longspec.errors import UserError
 from longspec.extras import extra
 
+if TYPE_CHECKING:
+    from longspec.train.config_schema import TrainConfig
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
-
-
-def config_names(folder: Path = ROOT / CONFIGS) -> list[str]:
-    """The names of the configurations in `folder`."""
-    return sorted(file.stem for file in folder.glob("*.yaml"))
+COUNTED_BYTES = 2**30
+"""Largest data whose records a dry run counts."""
 
 
 def _complete(incomplete: str) -> list[str]:
-    return [name for name in config_names() if name.startswith(incomplete)]
+    return sorted(file.stem for file in (ROOT / CONFIGS).glob(f"{incomplete}*.yaml"))
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LaunchOptions:
     include: str | None = option(None, "Hosts and GPUs, such as localhost:0,1.", LAUNCH)
     master_port: int | None = option(None, "Port of rank 0.", LAUNCH, min=1, max=65535, show_default="29500")
     config_dir: Path | None = option(None, "Configuration folder.", LAUNCH, show_default=str(CONFIGS))
-    dry_run: bool = option(False, "Check the configuration and print the launch line only.", LAUNCH)
+    dry_run: bool = option(False, "Check the configuration and print what follows from it and the launch line.", LAUNCH)
 
 
 @command()
@@ -58,14 +58,60 @@ def train(
     line = launch_line(config, overrides or [], parts, options.config_dir)
     with extra("train"):
         from longspec.train.config import load_config
-    load_config(line[line.index("-cp") :])  # so that an error is not followed by the launcher's messages
+    ranks = known_ranks(options)
+    # Checked here, so that an error is not followed by the launcher's messages.
+    settings = load_config(line[line.index("-cp") :], ranks)
+    if options.dry_run and settings is not None:
+        print(plan(settings, ranks))
     print(shlex.join(line), flush=True)
     if not options.dry_run:
-        import torch
-
-        if not torch.cuda.is_available():
+        if not on_gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
         os.execv(line[0], line)
+
+
+def on_gpus() -> bool:
+    """Whether DeepSpeed trains on GPUs."""
+    import torch
+
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+
+
+def known_ranks(options: LaunchOptions) -> int | None:
+    """The number of ranks of a launch: that of the options, or of all GPUs; None if neither tells it."""
+    import torch
+
+    if options.num_gpus is not None:
+        return options.num_gpus
+    if options.include is None:
+        return torch.cuda.device_count() if on_gpus() else None
+    devices = [host.partition(":")[2] for host in options.include.split("@")]
+    return sum(len(numbers.split(",")) for numbers in devices) if all(devices) else None
+
+
+def plan(config: "TrainConfig", ranks: int | None) -> str:
+    """What a run reads and how long it takes, a line each, as far as it is known without counting tokens.
+
+    ranks: None if their number is not known.
+    """
+    from longspec.data.lines import data_files, text_lines
+    from longspec.train.resume import steps_over
+
+    data, files = config.data, data_files(config.data.files)
+    size, records = sum(map(os.path.getsize, files)), 0
+    lines = [f"data: {len(files)} files, {size:,} bytes"]
+    if size <= COUNTED_BYTES:
+        records = sum(1 for file in files for _ in text_lines(file))
+        lines[0] += f", {records:,} records"
+    steps = config.max_steps
+    if ranks is not None:
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * max(1, ranks // config.tp_size)
+        lines.append(f"step: {rows:,} rows of up to {data.max_length:,} tokens, {rows * data.max_length:,} in all")
+        # Packed and split rows depend on the number of tokens.
+        if records and not data.pack and data.overflow == "truncate":
+            lines.append(f"epoch: {records / rows:,.1f} steps, if all records are used")
+            steps = steps_over(config, records, rows)
+    return "\n".join(lines if steps is None else [*lines, f"run: {steps:,} steps"])
 
 
 def gpu_options(count: int) -> list[str]:
@@ -73,12 +119,9 @@ def gpu_options(count: int) -> list[str]:
 
     Raises UserError if it names fewer.
     """
-    import torch
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    on_gpus = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
     # The launcher takes numbers only, not the names of devices.
-    if not on_gpus or not all(device.isdigit() for device in visible):
+    if not on_gpus() or not all(device.isdigit() for device in visible):
         return ["--num_gpus", str(count)]
     if count > len(visible):
         raise UserError(f"--num_gpus: {count}, but CUDA_VISIBLE_DEVICES names {len(visible)}")
@@ -92,9 +135,6 @@ def launch_line(config: str, overrides: list[str], options: list[str], config_di
     folder = (config_dir or ROOT / CONFIGS).absolute()
     if not trainer.is_file():
         raise UserError(f"{trainer}: not found; training runs from a clone of the repository (pip install -e .)")
-    if not (folder / f"{config}.yaml").is_file():
-        names = ", ".join(config_names(folder)) or "none"
-        raise UserError(f"{config}: no configuration in {folder}; there are: {names}")
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override}: not an override; write key=value")

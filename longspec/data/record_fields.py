@@ -34,61 +34,54 @@ _FOR_ALL = "is a setting of the whole run, chat_template_kwargs; remove it from 
 _NO_MEDIA = f"is not text; {_LEAVE_OUT}"
 _INTO_PROMPT = "would be ignored; write it into the prompt's text"
 _REASONING = "would be lost; write it into the answer's text as the target writes it, or remove it"
+_TOOL_CALL = f"holds a tool call, which has no text; {_LEAVE_OUT}"
+_TOOLS = "would be ignored; write the definitions into the system turn's text"
 _PREFILL = "asks to continue an answer, which is not supported; use a record with prefix and suffix"
 _UNWEIGHTED = f"records cannot be weighted; remove it, or {_LEAVE_OUT}"
-_REASONING_FIELDS = _names(
-    "reasoning reasoning_content reasoning_text reasoning_details reasoning_steps reasoning_trace",
-    "think thinking thinking_blocks thought thoughts cot chain_of_thought rationale scratchpad",
+_REASONING_FIELDS = (
+    "reasoning reasoning_content reasoning_text reasoning_details reasoning_steps reasoning_trace "
+    "think thinking thinking_blocks thought thoughts cot chain_of_thought rationale scratchpad"
 )
-_MEDIA_FIELDS = _names(
-    "image images image_url image_urls image_path audio audios audio_url video videos video_url attachments"
-)
+_MEDIA_FIELDS = "image images image_url image_urls image_path audio audios audio_url video videos video_url attachments"
 
-# Fields that change the text, by plain name, with the problem to report.
-REFUSED_IN_TURNS: dict[str, str] = {
-    **dict.fromkeys(
-        _names("tool_calls tool_call tool_use function_call function_calls"),
-        f"holds a tool call, which has no text; {_LEAVE_OUT}",
-    ),
-    **dict.fromkeys(_REASONING_FIELDS, _REASONING),
-    **dict.fromkeys(_MEDIA_FIELDS, _NO_MEDIA),
-    "refusal": f"is not the answer's content; {_LEAVE_OUT}",
-    **dict.fromkeys(("prefix", "partial", "prefill"), _PREFILL),
-    **dict.fromkeys(
-        _names("mask masked train_detail"), "may hide a part of the answer from training; use weight, 0 or 1"
-    ),
-}
+
+def _refused(problems: Mapping[str, str]) -> dict[str, str]:
+    """Fields that change the text, by plain name, with the problem to report. problems: by names, as for `_names`."""
+    return {name: problem for names, problem in problems.items() for name in _names(names)}
+
+
+REFUSED_IN_TURNS = _refused(
+    {
+        "tool_calls tool_call tool_use function_call function_calls": _TOOL_CALL,
+        _REASONING_FIELDS: _REASONING,
+        _MEDIA_FIELDS: _NO_MEDIA,
+        "refusal": f"is not the answer's content; {_LEAVE_OUT}",
+        "prefix partial prefill": _PREFILL,
+        "mask masked train_detail": "may hide a part of the answer from training; use weight, 0 or 1",
+    }
+)
 """In a turn."""
-REFUSED_IN_CONVERSATIONS: dict[str, str] = {
-    **dict.fromkeys(_REASONING_FIELDS, _REASONING),
-    **dict.fromkeys(
-        _names("tools functions available_tools tool_definitions tool_schemas function_definitions apis"),
-        "would be ignored; write the definitions into the system turn's text",
-    ),
-    **dict.fromkeys(_names("documents instructions"), _INTO_PROMPT),
-    **dict.fromkeys(
-        _names("chat_template_kwargs template_kwargs chat_template enable_thinking thinking_budget reasoning_effort"),
-        _FOR_ALL,
-    ),
-    **dict.fromkeys(
-        _names("continue_final_message prefill response_prefix assistant_prefix assistant_prefill"), _PREFILL
-    ),
-    **dict.fromkeys(_MEDIA_FIELDS, _NO_MEDIA),
-    "mask": f"may hide a part of the text from training; remove it, or {_LEAVE_OUT}",
-    "rejected": f"belongs to preference data, whose pairs are not read; {_LEAVE_OUT}",
-}
+REFUSED_IN_CONVERSATIONS = _refused(
+    {
+        _REASONING_FIELDS: _REASONING,
+        "tools functions available_tools tool_definitions tool_schemas function_definitions apis": _TOOLS,
+        "documents instructions": _INTO_PROMPT,
+        "chat_template_kwargs template_kwargs chat_template enable_thinking thinking_budget reasoning_effort": _FOR_ALL,
+        "continue_final_message prefill response_prefix assistant_prefix assistant_prefill": _PREFILL,
+        _MEDIA_FIELDS: _NO_MEDIA,
+        "mask": f"may hide a part of the text from training; remove it, or {_LEAVE_OUT}",
+        "rejected": f"belongs to preference data, whose pairs are not read; {_LEAVE_OUT}",
+    }
+)
 """In a record with a prompt or turns."""
-REFUSED_NEXT_TO_PROMPTS: dict[str, str] = {
-    **dict.fromkeys(
-        _names(
-            "context input chat_history conversation_history previous_messages query question hint hints examples",
-            "demonstrations few_shot few_shot_examples background passage passages knowledge",
-        ),
-        _INTO_PROMPT,
-    ),
-    "suffix": "is only read next to a prefix; remove it",
-    "middle": "is only read as part of prefix or suffix; remove it",
-}
+REFUSED_NEXT_TO_PROMPTS = _refused(
+    {
+        "context input chat_history conversation_history previous_messages query question hint hints examples "
+        "demonstrations few_shot few_shot_examples background passage passages knowledge": _INTO_PROMPT,
+        "suffix": "is only read next to a prefix; remove it",
+        "middle": "is only read as part of prefix or suffix; remove it",
+    }
+)
 """In a record with a prompt of text. Conversations often have such fields as metadata."""
 REFUSED_WEIGHTS = _names("sample_weight loss_weight weights loss_mask train trainable")
 """In a record of any kind, unless they are 1 or true."""

@@ -21,30 +21,17 @@ SYSTEM_TURN: Turn = {"role": "system", "content": "You are a helpful assistant"}
 """First turn in the published format, unless the conversation has its own."""
 TURN_FORMATS = {"llama": ("<s>", "</s>"), "qwen2": ("<|im_start|>", "<|im_end|>")}
 """The published format by model family: the text before a turn's role and after its content."""
-SUM_UP = "Now write the summary."
 COMPOSITIONS = {
-    "article": (
-        "Below is a scientific article. Write the abstract that belongs to it.",
-        "Article:\n{prompt}",
-        "Now write the abstract.",
-    ),
-    "report": (
-        "Below is a report from a public body. Sum up in about a page what it finds.",
-        "Report:\n{prompt}",
-        SUM_UP,
-    ),
-    "document": (
-        "Below are one or more news stories on one event. Sum them up in a single text.",
-        "News:\n{prompt}",
-        SUM_UP,
-    ),
-    "transcript": (
-        "Below is the transcript of a meeting. Sum up what was said and decided.",
-        "Transcript:\n{prompt}",
-        SUM_UP,
-    ),
+    "article": "Below is a scientific article. Write the abstract that belongs to it.\n\nArticle:\n{prompt}\n\n"
+    "Now write the abstract.",
+    "report": "Below is a report from a public body. Sum up in about a page what it finds.\n\nReport:\n{prompt}\n\n"
+    "Now write the summary.",
+    "document": "Below are one or more news stories on one event. Sum them up in a single text.\n\nNews:\n{prompt}\n\n"
+    "Now write the summary.",
+    "transcript": "Below is the transcript of a meeting. Sum up what was said and decided.\n\nTranscript:\n{prompt}\n\n"
+    "Now write the summary.",
 }
-"""The units of a user turn around a prompt, paragraphs, by kind."""
+"""The text of a user turn around a prompt, by kind."""
 LEAD_IN = "Summary:"
 """The word that opens answers to COMPOSITIONS in the published format."""
 CONTINUED_KINDS = ("prefix",)
@@ -101,7 +88,7 @@ def lead_in(word: str, family: str, chat_format: str) -> str:
 
 def composed(kind: str, prompt: str, templates: Mapping[str, str] | None = None) -> str:
     """The text of a user turn around a prompt. templates: by kind, instead of the built-in compositions."""
-    template = (templates or {}).get(kind) or "\n\n".join(COMPOSITIONS.get(kind, ("{prompt}",)))
+    template = (templates or {}).get(kind) or COMPOSITIONS.get(kind, "{prompt}")
     return template.format(prompt=prompt)
 
 

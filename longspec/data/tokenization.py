@@ -25,8 +25,6 @@ with extra("train"):
 Digests = Sequence[Sequence[str]]
 """Path and digest of each file."""
 
-OVERFLOWS = ("split", "truncate")
-"""Treatments of samples that are longer than a row."""
 TOKEN_FEATURES = Features(
     {
         "id": Value("string"),

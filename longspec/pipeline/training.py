@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
-from longspec.models.draft_layer import GLIDE, OPTION_KEYS
+from longspec.models.draft_layer import GLIDE
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.probes import adopted
 from longspec.pipeline.processes import METRICS, launch, launch_line
 from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
 from longspec.pipeline.target import TargetText
 from longspec.train.config import compose_config
-from longspec.train.config_schema import ModelConfig
+from longspec.train.config_schema import DRAFT_DEFAULTS
 
 CHECKPOINT, FACTS = "checkpoint-last", "settings.json"
 SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
@@ -41,9 +41,8 @@ def _architecture(training: TrainingSettings) -> dict[str, Any]:
     """The trainer's values for a fresh draft of another architecture than GLIDE, in place of GLIDE's options."""
     if training.architecture == GLIDE:
         return {}
-    plain = {f"model.{name}": getattr(ModelConfig(), name) for name in OPTION_KEYS}
     named = {"architecture": training.architecture, "architecture_options": training.architecture_options}
-    return plain | {f"model.{name}": value for name, value in named.items()}
+    return {f"model.{name}": value for name, value in (DRAFT_DEFAULTS | named).items()}
 
 
 def run_folder(root: Path, seed: int) -> Path:

@@ -104,26 +104,28 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
 
     A UserError or SystemExit on rank 0 ends every rank with the same exit code, and the message is printed once.
     """
-    result: Any = None
-    stops = False
-    code: str | int | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = compute()
-        except UserError as error:
-            # Printed before the broadcast: once one rank has ended, the launcher ends the others.
-            print(f"error: {error}", file=sys.stderr)
-            stops = True
-            code = 2
-        except SystemExit as end:
-            stops = True
-            code = end.code
-    message = [result, stops, code]
+    return agreed_outcome(outcome_of(compute) if dist.get_rank() == 0 else None)
+
+
+def outcome_of(compute: Callable[[], T]) -> T | SystemExit:
+    """The result of `compute()`, or the exit that its UserError or SystemExit stands for."""
+    try:
+        return compute()
+    except UserError as error:
+        # Printed before other ranks hear of it: once one rank has ended, the launcher ends the others.
+        print(f"error: {error}", file=sys.stderr)
+        return SystemExit(2)
+    except SystemExit as end:
+        return SystemExit(end.code)
+
+
+def agreed_outcome(outcome: Any) -> Any:
+    """The outcome on rank 0, on every rank. Raises it if it is an exit."""
+    message = [outcome]
     dist.broadcast_object_list(message, group=waiting_group())
-    result, stops, code = message
-    if stops:
-        raise SystemExit(code)
-    return result
+    if isinstance(message[0], SystemExit):
+        raise SystemExit(message[0].code)
+    return message[0]
 
 
 def from_every_rank(value: T) -> list[T]:

@@ -36,7 +36,13 @@ def connect_ranks() -> dict[socket.socket, int]:
     servers: list[socket.socket] = []
 
     def listen() -> tuple[int, bytes]:
-        servers.append(_listen(host, world_size))
+        try:
+            family = socket.getaddrinfo(host, None)[0][0]
+            servers.append(socket.create_server((host, 0), family=family, backlog=world_size))
+        except OSError as error:
+            raise UserError(
+                f"MASTER_ADDR: rank 0 cannot listen on {host} ({error}); give an address of its host"
+            ) from error
         return servers[0].getsockname()[1], secrets.token_bytes(SECRET_BYTES)
 
     # The operating system chooses a free port; the process group tells it to the others.
@@ -45,37 +51,18 @@ def connect_ranks() -> dict[socket.socket, int]:
         with servers[0] as server:
             peers = accept_ranks(server, secret, world_size - 1)
     else:
-        peers = {_connect(host, port, secret, rank): 0}
+        try:
+            peers = {socket.create_connection((host, port), timeout=CONNECT_S): 0}
+            next(iter(peers)).sendall(secret + rank.to_bytes(4, "big"))
+        except OSError as error:
+            raise UserError(f"rank {rank} does not reach rank 0 at {host}, port {port}: {error}") from error
     for connection in peers:
-        _configure(connection)
+        connection.settimeout(SEND_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux has all of them
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return peers
-
-
-def _listen(host: str, world_size: int) -> socket.socket:
-    family = socket.getaddrinfo(host, None)[0][0]
-    try:
-        return socket.create_server((host, 0), family=family, backlog=world_size)
-    except OSError as error:
-        raise UserError(
-            f"MASTER_ADDR: rank 0 cannot listen on {host} ({error}); give an address of its host"
-        ) from error
-
-
-def _connect(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
-    try:
-        connection = socket.create_connection((host, port), timeout=CONNECT_S)
-        connection.sendall(secret + rank.to_bytes(4, "big"))
-    except OSError as error:
-        raise UserError(f"rank {rank} does not reach rank 0 at {host}, port {port}: {error}") from error
-    return connection
-
-
-def _configure(connection: socket.socket) -> None:
-    connection.settimeout(SEND_S)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):  # Linux has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def accept_ranks(server: socket.socket, secret: bytes, count: int) -> dict[socket.socket, int]:

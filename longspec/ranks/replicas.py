@@ -21,12 +21,13 @@ import torch.distributed as dist
 import transformers
 
 from longspec.ranks.agreement import (
+    agreed_outcome,
     attempt,
     check_shared,
     connecting,
     from_every_rank,
-    from_rank_zero,
     launched_ranks,
+    outcome_of,
     waiting_group,
 )
 from longspec.signals import StopSignals
@@ -67,21 +68,9 @@ class Replicas:
         """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
         if self._store is None:
             return compute()
-        own_errors: list[RuntimeError] = []
-
-        def noting() -> T:
-            try:
-                return compute()
-            except RuntimeError as error:
-                own_errors.append(error)
-                raise
-
-        try:
-            return from_rank_zero(noting)
-        except RuntimeError as error:
-            if error in own_errors:
-                raise
-            raise LostRank(self) from error
+        outcome = outcome_of(compute) if self.rank == 0 else None
+        with self._connected():
+            return agreed_outcome(outcome)
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of this rank's own `build()`, once it has succeeded on all ranks.

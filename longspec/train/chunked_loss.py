@@ -89,6 +89,24 @@ class ChunkedLoss(torch.autograd.Function):
         return gradient * upstream, None, None, own, None, None, None, None
 
 
+def score_chunks(
+    hidden: Tensor,
+    teacher: Tensor | None,
+    labels: Tensor,
+    weight: Tensor,
+    teacher_weight: Tensor,
+    loss: str,
+    share: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Whether each label is ranked first, bool [N], and the sums of TERMS [4]. Arguments as of ChunkedLoss."""
+    sums, correct = zero_sums(hidden), torch.empty_like(labels, dtype=torch.bool)
+    for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, teacher_weight, chunk):
+        correct[span] = ranked_first(logits, labels[span])
+        chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
+    return correct, sum_over_ranks(sums)
+
+
 def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
     """Whether each label has the largest logit in the whole vocabulary, bool [N].
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,27 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from longspec.errors import UserError
 from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
-from longspec.train.config_checks import DTYPES, check, check_choice
+from longspec.train.config_checks import check
 from longspec.train.config_schema import TrainConfig
-from longspec.train.recipe import auto_keys, with_auto_values, without
+from longspec.train.recipe import auto_keys, with_auto_values, with_placeholders
 from longspec.untrusted import read_yaml
 
-FREE_SECTIONS = ("data.templates.", "model.architecture_options")
-UNKNOWN_KEY = (ConfigAttributeError, ConfigKeyError)
-"""OmegaConf's errors for a key that is not in the schema."""
-SCHEMA = OmegaConf.structured(TrainConfig)
+SCHEMA = TypeAdapter(TrainConfig)
 
 
-def load_config(argv: Sequence[str]) -> TrainConfig | None:
+def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:
     """The configuration of the run that the command-line arguments describe, checked.
 
     With `--cfg job` it is printed, and the result is None. Raises UserError with the full name of a wrong key.
+    ranks: their number; None for that of this process's launch.
     """
     args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
@@ -42,17 +41,14 @@ def load_config(argv: Sequence[str]) -> TrainConfig | None:
         return None
     if automatic := auto_keys(composed):
         # They follow from the other values, so these must have the right types.
-        _merged(without(composed, automatic))
-        composed = with_auto_values(composed, automatic)
+        typed(with_placeholders(composed, automatic))
+        composed = with_auto_values(composed, automatic, ranks)
     config = typed(composed)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
     if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
         # The checkpoint's own draft takes precedence over the draft that the experiment names.
         config.draft_model_name_or_path = None
-    config.data.files = _as_list(config.data.files)
-    if config.evaluation.files is not None:
-        config.evaluation.files = _as_list(config.evaluation.files)
     check(config)
     return config
 
@@ -62,49 +58,42 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
     if not Path(folder).is_dir():
         raise UserError(f"config path {folder}: no such folder; run from the repository's root or give its full path")
     if not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
-        raise UserError(f"config name {name}: no such experiment; choose one of the .yaml files in {folder}")
+        names = ", ".join(sorted(file.stem for file in Path(folder).glob("*.yaml"))) or "none"
+        raise UserError(f"config name {name}: no such experiment in {folder}; there are: {names}")
+    groups = tuple(f"{group.name}=" for group in Path(folder).iterdir() if group.is_dir())
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
-            # These sections take keys of any name, and Hydra adds new keys only with `++`.
-            readable_overrides = map(readable, overrides)
-            prefixed = [f"++{text}" if text.startswith(FREE_SECTIONS) else text for text in readable_overrides]
-            return compose(name.removesuffix(".yaml"), overrides=prefixed)
+            # Some sections take keys of any name. Hydra adds them with `++` alone, and `typed` reports unknown ones.
+            texts = map(readable, overrides)
+            prefixed = [text if text.startswith(("+", "~", *groups)) else f"++{text}" for text in texts]
+            composed = compose(name.removesuffix(".yaml"), overrides=prefixed)
+            OmegaConf.resolve(composed)
+            return composed
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        if isinstance(error.__cause__, UNKNOWN_KEY):
-            # Hydra's own message suggests `+key`, which `typed` rejects.
-            raise _unknown_key(str(error.__cause__.full_key)) from error
         raise UserError(f"config {name}: {_one_line(error)}") from error
 
 
-def typed(composed: DictConfig) -> TrainConfig:
-    """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a value of the wrong type."""
-    merged = _merged(composed)
+def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
+    """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a wrong value."""
     try:
-        return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise _key_error(error) from error
+        values: Any = composed
+        if isinstance(composed, DictConfig):
+            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return SCHEMA.validate_python(values)
+    except MissingMandatoryValue as error:
+        raise UserError(f"config key {error.full_key}: not set; give {error.full_key}=VALUE") from error
+    except ValidationError as error:
+        raise _key_error(error.errors()[0]) from error
 
 
-def _merged(composed: DictConfig) -> DictConfig:
-    """`composed` merged into the schema, where keys may be missing. Raises UserError as `typed` does."""
-    merged: Any = SCHEMA
-    key = ""
-    try:
-        values: Any = OmegaConf.to_container(composed, resolve=True)
-        # Key by key, so that an error without a key can be attributed to one.
-        for key, value in values.items():
-            merged = OmegaConf.merge(merged, {key: value})
-    except OmegaConfBaseException as error:
-        raise _key_error(error, key) from error
-    return merged
-
-
-def _key_error(error: OmegaConfBaseException, key: str = "") -> UserError:
-    """The error with its key, or with `key` if it has none."""
-    where = getattr(error, "full_key", None) or key
-    return (
-        _unknown_key(where) if isinstance(error, UNKNOWN_KEY) else UserError(f"config key {where}: {_one_line(error)}")
-    )
+def _key_error(problem: Any) -> UserError:
+    """The error for one of pydantic's."""
+    key = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "unexpected_keyword_argument":
+        return _unknown_key(key)
+    message = problem["msg"].replace("Input should be", "must be")
+    given = "" if problem["type"] == "missing" else f", not {problem['input']!r:.80}"
+    return UserError(f"config key {key}: {message}{given}")
 
 
 def _unknown_key(key: str) -> UserError:
@@ -134,12 +123,11 @@ def read_config_file(file: Path) -> TrainConfig:
     """
     content = read_yaml(file)
     try:
-        config = typed(OmegaConf.create(content))
+        config = typed(content)
         pair_class(config.model._target_)
-        check_choice("model.torch_dtype", config.model.torch_dtype, DTYPES)
         config.model.draft_options  # noqa: B018 (raises UserError)
-    except (OmegaConfBaseException, UserError) as error:
-        raise UserError(f"{file}: not a readable training configuration ({_one_line(error)})") from error
+    except UserError as error:
+        raise UserError(f"{file}: not a readable training configuration ({error})") from error
     return config
 
 
@@ -152,10 +140,6 @@ def _one_line(error: Exception) -> str:
 def is_checkpoint(config: TrainConfig) -> bool:
     """Whether `model_name_or_path` is a checkpoint folder of a training run instead of a target."""
     return (Path(config.model_name_or_path) / CONFIG_NAME).is_file()
-
-
-def _as_list(files: Any) -> Any:
-    return [files] if isinstance(files, str) else files
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -176,7 +160,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def to_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML, in the schema's order."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 ELEMENT = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""")

@@ -1,9 +1,9 @@
-"""The keys of a training run and their types."""
+"""The keys of a training run, their types and the values that they take."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
 
 from longspec.errors import UserError
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Options
@@ -11,35 +11,44 @@ from longspec.models.draft_files import options_of
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
 from longspec.train.positions import BLOCK_LAGS
 
+LARGEST = 2**64
+"""Integers are less: torch takes no larger seed."""
+# Strict, because true is 1 otherwise.
+Positive = Annotated[int, Field(gt=0, lt=LARGEST, strict=True)]
+Count = Annotated[int, Field(ge=0, lt=LARGEST, strict=True)]
+Real = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# A beta of 1 would divide by zero in Adam's bias correction.
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+Files = Annotated[list[str], BeforeValidator(lambda files: [files] if isinstance(files, str) else files)]
 
-@dataclass
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """Keyword arguments of `_target_`, the `from_pretrained` of a pair class."""
 
     # It must name a known pair class (see `pair_class`).
-    _target_: str = MISSING
-    torch_dtype: str = MISSING
-    attn_implementation: str | None = MISSING
-    gradient_checkpointing: bool = MISSING
-    pad_token_id: int | None = MISSING
-    ignore_mismatched_sizes: bool = MISSING
+    _target_: str
+    torch_dtype: Literal["float32", "bfloat16"]
+    attn_implementation: str | None
+    gradient_checkpointing: bool
+    pad_token_id: int | None
+    ignore_mismatched_sizes: bool
     # Configurations in older checkpoints lack the keys below.
     architecture: str = GLIDE
     """The draft's architecture. The options of GLIDE are `window` to `mlp_size`, others have `architecture_options`."""
     architecture_options: dict[str, Any] = field(default_factory=dict)
-    window: int = WINDOW
+    window: Positive = WINDOW
     kv_layers: list[int] = field(default_factory=list)
     target_feature: bool = False
     mlp_size: int | None = None
-    draft_vocabulary: int | None = None
+    draft_vocabulary: Positive | None = None
     """Number of tokens in the vocabulary list of the draft; `from_pretrained` takes the list itself."""
 
     @property
     def draft_options(self) -> Options:
         """The options of the draft's architecture. Raises UserError for values that no draft can have."""
-        plain = ModelConfig()
         for name in OPTION_KEYS if self.architecture != GLIDE else ("architecture_options",):
-            if getattr(self, name) != getattr(plain, name):
+            if getattr(self, name) != DRAFT_DEFAULTS[name]:
                 raise UserError(f"config key model.{name}: not for the architecture {self.architecture}; omit it")
         stated = {key: getattr(self, name) for name, key in OPTION_KEYS.items()}
         stated |= {ARCHITECTURE_KEY: self.architecture, OPTIONS_KEY: self.architecture_options}
@@ -53,42 +62,49 @@ class ModelConfig:
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
 
-@dataclass
+DRAFT_DEFAULTS: dict[str, Any] = {
+    key.name: key.default if key.default_factory is MISSING else key.default_factory()
+    for key in fields(ModelConfig)
+    if key.name in (*OPTION_KEYS, "architecture_options")
+}
+"""The default values of the draft's options."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The data (see `data.tokenization.Tokenize`), and the number of loading processes per rank."""
 
-    files: Any = MISSING
+    files: Files
     # Tokens per row, the unit of a micro-batch.
-    max_length: int = MISSING
-    pack: bool = MISSING
-    overflow: str = MISSING
-    answer_only: bool = MISSING
-    chat_format: str = MISSING
-    aligners: list[Any] = MISSING
-    num_proc: int = MISSING
-    num_workers: int = MISSING
-    cache_dir: str | None = MISSING
+    max_length: Positive
+    pack: bool
+    overflow: Literal["split", "truncate"]
+    answer_only: bool
+    chat_format: str
+    aligners: list[Any]
+    num_proc: Positive
+    num_workers: Count
+    cache_dir: str | None
     # Configurations in older checkpoints lack these keys.
     templates: dict[str, Any] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DeepSpeedConfig:
     """The part of DeepSpeed's configuration that the user sets. The other keys determine the rest of it."""
 
-    zero_optimization: dict[str, Any] = MISSING
+    zero_optimization: dict[str, Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class VariantConfig:
     """The training variant (see `longspec.train.positions`)."""
 
-    name: str = MISSING
-    """base or sinkpi-slicing."""
-    max_offset: int = MISSING
+    name: Literal["base", "sinkpi-slicing"]
+    max_offset: Count
     """Largest offset of anchor-offset positions."""
-    depth: int = MISSING
+    depth: Count
     """Largest lag of sinkpi-slicing."""
 
     @property
@@ -97,51 +113,52 @@ class VariantConfig:
         return BLOCK_LAGS if self.name == "base" else self.depth
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EvaluationConfig:
     """Evaluation on held-out data (see `longspec.train.evaluation`). Without `files` there is none."""
 
-    files: Any = MISSING
-    steps: int = MISSING
-    rows: int | None = MISSING
-    keep_best: bool = MISSING
+    files: Files | None
+    steps: Positive
+    rows: Positive | None
+    keep_best: bool
 
 
-@dataclass
+@dataclass(kw_only=True)
 class WandbConfig:
-    project: str = MISSING
-    mode: str = MISSING
+    project: str
+    mode: Literal["auto", "online", "offline", "disabled"]
 
 
-@dataclass
+@with_config(ConfigDict(extra="forbid", coerce_numbers_to_str=True))
+@dataclass(kw_only=True)
 class TrainConfig:
     """All keys of a training run. Defaults are in `conf/` only, except for keys that older checkpoints lack."""
 
-    model: ModelConfig = MISSING
-    data: DataConfig = MISSING
-    deepspeed: DeepSpeedConfig = MISSING
-    variant: VariantConfig = MISSING
-    evaluation: EvaluationConfig = MISSING
-    wandb: WandbConfig = MISSING
-    model_name_or_path: str = MISSING
-    draft_model_name_or_path: str | None = MISSING
-    eos_token_id: int | None = MISSING
-    output_dir: str = MISSING
-    resume: str | None = MISSING
+    model: ModelConfig
+    data: DataConfig
+    deepspeed: DeepSpeedConfig
+    variant: VariantConfig
+    evaluation: EvaluationConfig
+    wandb: WandbConfig
+    model_name_or_path: str
+    draft_model_name_or_path: str | None
+    eos_token_id: int | None
+    output_dir: str
+    resume: Literal["latest"] | None
     overwrite_output_dir: bool = False
-    seed: int = MISSING
-    loss: str = MISSING
-    log_target_loss: bool = MISSING
-    optimizer: str = "adamw"
-    learning_rate: float = MISSING
-    warmup_ratio: float = MISSING
-    weight_decay: float = MISSING
-    adam_betas: list[float] = MISSING
-    max_grad_norm: float = MISSING
-    per_device_train_batch_size: int = MISSING
-    gradient_accumulation_steps: int = MISSING
+    seed: Count
+    loss: str
+    log_target_loss: bool
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: Real
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)]
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    adam_betas: Betas
+    max_grad_norm: Real
+    per_device_train_batch_size: Positive
+    gradient_accumulation_steps: Positive
     # The length of the run: `max_steps`, else these epochs, else as many as the recipe takes.
-    num_train_epochs: float | None = MISSING
-    max_steps: int | None = MISSING
-    save_steps: int = MISSING
-    tp_size: int = MISSING
+    num_train_epochs: Real | None
+    max_steps: Positive | None
+    save_steps: Positive
+    tp_size: Positive

@@ -7,11 +7,11 @@ query at n + d - 1, lagging by d, ranks the text's token at n + d first.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
@@ -22,22 +22,6 @@ from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss
 from longspec.train.micro_batches import batch_positions, engine_inputs
 from longspec.train.positions import micro_step_generator
-
-
-@dataclass(frozen=True)
-class DraftScores:
-    """The objective of an evaluation: metrics and correct tokens instead of a loss (see `DraftLoss.score`)."""
-
-    loss: DraftLoss
-
-    @property
-    def reads_target(self) -> bool:
-        return self.loss.reads_target
-
-    def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        return self.loss.score(hidden, target_hidden, labels, lm_head, head)
 
 
 def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
@@ -94,7 +78,7 @@ class Evaluation:
         self.engine = engine
         self.inputs = inputs
         self.rows = rows
-        self.scores = DraftScores(loss)
+        self.scores = replace(loss, scores=True)
         self.depth = config.variant.largest_lag
 
     def run(self, termination: Termination) -> dict[str, float]:

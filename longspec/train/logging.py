@@ -72,25 +72,20 @@ class RunLog:
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
         self.total_steps = total_steps
 
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Log one optimizer step. `metrics` holds `step` and plain numbers."""
+    def step(self, metrics: dict[str, Any], repeated: bool = False) -> None:
+        """Log one optimizer step. `metrics` holds `step` and plain numbers.
+
+        repeated: whether they are further metrics of the step from which the run resumed, for a second line.
+        """
         if not self.active:
             return
-        self._write(metrics)
+        self._write({**self.last_metrics, **metrics} if repeated else metrics)
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         # Lines would otherwise break the progress bar.
         with logging_redirect_tqdm():
             logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
-        self.bar.update()
-
-    def repeat(self, metrics: dict[str, Any]) -> None:
-        """Log `metrics` of the step that the run resumed from, in a second line for that step."""
-        if not self.active:
-            return
-        self._write({**self.last_metrics, **metrics})
-        self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
-        logger.info("step %d evaluated on resume: %s", metrics["step"], metrics)
+        self.bar.update(0 if repeated else 1)
 
     def close(self) -> None:
         """Write the lines that are left, and finish the progress bar and W&B's upload."""

@@ -7,7 +7,7 @@ numbers per token, the sums of the loss and the gradient of the hidden states, b
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from longspec.kernels.shared.device import upload
 from longspec.kernels.torch.vocabulary import OUTSIDE
 from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_size
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
-from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, ranked_first, zero_sums
+from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, score_chunks, zero_sums
 from longspec.train.losses import own_loss
 
 TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5, "acceptance": 1.0}
@@ -59,6 +59,8 @@ class DraftLoss:
     """Largest number of logits in a chunk."""
     vocabulary: Tensor | None = None
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
+    scores: bool = False
+    """Whether a call returns what `score` does, for an evaluation."""
 
     @property
     def teacher_share(self) -> float:
@@ -78,47 +80,29 @@ class DraftLoss:
         labels: Tensor,
         lm_head: nn.Module,
         head: nn.Module | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Any, Any]:
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
-            own = rows if head is None else head.weight
-            given = student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk
-            total, sums = ChunkedLoss.apply(*given)
-            self._restore_target_loss(sums, teacher, targets, lm_head, weight)
-        return total, self._metrics(sums)
-
-    @torch.no_grad()
-    def score(
-        self,
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
-
-        The flags are False for labels that do not count. They are on the same device as `labels`.
-        """
-        student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
-        sums = zero_sums(student)
-        correct = torch.empty_like(targets, dtype=torch.bool)
-        with gathered_weight(lm_head) as weight:
-            rows, row_labels = self._draft_head(lm_head, weight, targets)
             own: Any = rows if head is None else head.weight
-            chunk = self._chunk_tokens(lm_head)
-            for span, logits, teacher_logits in logit_chunks(student, teacher, own, rows, chunk):
-                correct[span] = ranked_first(logits, row_labels[span])
-                chunk_terms(logits, teacher_logits, row_labels[span], self.teacher_share, sums, self.loss)
-            sum_over_ranks(sums)
+            given = student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk
+            result, sums = (score_chunks if self.scores else ChunkedLoss.apply)(*given)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
-
+        if not self.scores:
+            return result, self._metrics(sums)
         # The first column has no hidden state before it.
         scored = labels != IGNORED
         scored[:, 0] = False
-        return self._metrics(sums), scored.masked_scatter(scored, correct.to(scored.device))
+        return self._metrics(sums), scored.masked_scatter(scored, result.to(scored.device))
+
+    @torch.no_grad()
+    def score(self, *given: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
+
+        The flags are False for labels that do not count. They are on the same device as `labels`. given: as for a call.
+        """
+        return replace(self, scores=True)(*given)
 
     def _select_scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor

@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from longspec.errors import UserError
 from longspec.models.draft_files import TRAINING_CONFIG_NAME, draft_of_pair
 from longspec.models.draft_layer import GLIDE
 from longspec.models.families import family_class
@@ -40,11 +39,17 @@ UNITS_PER_BYTE = 2**25 / (80 * 2**30)
 """Tokens of a micro-batch times hidden units, per byte of the GPU's memory."""
 CPU_BYTES = 8 * 2**30
 """Memory that the micro-batches of a CPU may assume."""
-AUTO_KEYS = (
-    *("model._target_", "model.torch_dtype", "model.kv_layers", "model.draft_vocabulary", "optimizer"),
-    *("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps"),
-)
-"""Keys that may be `auto`. Later values depend on earlier ones."""
+AUTO_KEYS: dict[str, Any] = {
+    "model._target_": "",
+    "model.torch_dtype": "float32",
+    "model.kv_layers": [],
+    "model.draft_vocabulary": None,
+    "optimizer": "adamw",
+    "learning_rate": 1.0,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+"""Keys that may be `auto`, each with a value of its type. Later values depend on earlier ones."""
 MUON_FROM = "0.19.8"
 """Oldest supported DeepSpeed version for Muon. Earlier ones have no Muon for bf16."""
 
@@ -72,21 +77,21 @@ def auto_keys(run: DictConfig) -> list[str]:
     return [key for key in AUTO_KEYS if OmegaConf.select(run, key) == AUTO]
 
 
-def without(run: DictConfig, keys: Sequence[str]) -> DictConfig:
-    """A copy of `run` without `keys`."""
-    copy = run.copy()
-    OmegaConf.set_struct(copy, False)
-    for key in keys:
-        section, _, name = key.rpartition(".")
-        del (OmegaConf.select(copy, section) if section else copy)[name]
-    return copy
-
-
-def with_auto_values(run: DictConfig, keys: Sequence[str]) -> DictConfig:
-    """`run` with values of `keys`, which are `auto`. Reads the target's config.json. Raises UserError."""
+def with_placeholders(run: DictConfig, keys: Sequence[str]) -> DictConfig:
+    """`run` with a value of the right type for each of `keys`."""
     run = run.copy()
-    if OmegaConf.is_missing(run, "model_name_or_path") or not run.model_name_or_path:
-        raise UserError("config key model_name_or_path: not set; give model_name_or_path=TARGET, a folder or a hub id")
+    for key in keys:
+        OmegaConf.update(run, key, AUTO_KEYS[key], merge=False)
+    return run
+
+
+def with_auto_values(run: DictConfig, keys: Sequence[str], ranks: int | None = None) -> DictConfig:
+    """`run` with values of `keys`, which are `auto`. Reads the target's config.json. Raises UserError.
+
+    ranks: their number; None for that of this process's launch.
+    """
+    ranks = ranks or launched_ranks()[1]
+    run = run.copy()
     name = str(run.model_name_or_path)
     checkpoint = Path(name) / TRAINING_CONFIG_NAME
     is_checkpoint = checkpoint.is_file()
@@ -96,12 +101,12 @@ def with_auto_values(run: DictConfig, keys: Sequence[str]) -> DictConfig:
     has_draft = run.draft_model_name_or_path is not None or is_checkpoint
     fresh = not has_draft and draft_of_pair(folder) is None
     for key in keys:
-        OmegaConf.update(run, key, auto_value(key, run, target, fresh), merge=False)
+        OmegaConf.update(run, key, auto_value(key, run, target, fresh, ranks), merge=False)
     return run
 
 
-def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool) -> Any:
-    """The value of a key that is `auto`. fresh: whether the run starts without a draft."""
+def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool, ranks: int) -> Any:
+    """The value of a key that is `auto`. fresh: whether the run starts without a draft. ranks: their number."""
     width = target.hidden_size
     match key:
         case "model._target_":
@@ -127,16 +132,15 @@ def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool)
             # As many rows as the device's memory allows.
             memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
             tokens = int(UNITS_PER_BYTE * memory / width)
-            return _power_of_two(min(tokens // max(1, run.data.max_length), _rows_per_rank(run)))
+            return _power_of_two(min(tokens // max(1, run.data.max_length), _rows_per_rank(run, ranks)))
         case "gradient_accumulation_steps":
-            return math.ceil(_rows_per_rank(run) / max(1, run.per_device_train_batch_size))
+            return math.ceil(_rows_per_rank(run, ranks) / max(1, run.per_device_train_batch_size))
     raise KeyError(key)
 
 
-def _rows_per_rank(run: DictConfig) -> int:
-    """Rows of this rank in a step of TOKENS_PER_STEP tokens."""
-    ranks = max(1, launched_ranks()[1] // run.tp_size)
-    return math.ceil(TOKENS_PER_STEP / max(1, run.data.max_length) / ranks)
+def _rows_per_rank(run: DictConfig, ranks: int) -> int:
+    """Rows of a rank in a step of TOKENS_PER_STEP tokens."""
+    return math.ceil(TOKENS_PER_STEP / max(1, run.data.max_length) / max(1, ranks // run.tp_size))
 
 
 def _power_of_two(limit: int) -> int:

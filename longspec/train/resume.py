@@ -4,16 +4,15 @@ import logging
 import math
 import secrets
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from longspec.errors import UserError
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
-from longspec.models.draft_layer import FIXED, GLIDE, OPTION_KEYS, PUBLISHED
+from longspec.models.draft_layer import FIXED, GLIDE, PUBLISHED
 from longspec.train.config import CONFIG_NAME, read_config_file
-from longspec.train.config_schema import ModelConfig, TrainConfig
+from longspec.train.config_schema import DRAFT_DEFAULTS, TrainConfig
 from longspec.train.contents import Contents, changes, contents_of
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import check_folders, drafts, find_draft, find_latest, marker_of, states
@@ -136,8 +135,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     else:
         section, stated = "model.architecture_options", model.architecture_options
         options = {name: _as_yaml(value) for name, value in (own | stated).items()}
-        plain = {key: getattr(ModelConfig(), key) for key in OPTION_KEYS}
-        taken = plain | {"architecture": saved.architecture, "architecture_options": options}
+        taken = DRAFT_DEFAULTS | {"architecture": saved.architecture, "architecture_options": options}
     for name, value in stated.items():
         is_fixed = saved.architecture == GLIDE or name != "window" or state is not None
         if is_fixed and _as_yaml(value) != _as_yaml(own.get(name)):
@@ -194,8 +192,7 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
 
 def _differences(saved: TrainConfig, current: TrainConfig, keys: tuple[str, ...]) -> list[str]:
     """One phrase for each of `keys` whose values differ."""
-    saved_values, values = OmegaConf.structured(saved), OmegaConf.structured(current)
-    pairs = {key: (OmegaConf.select(saved_values, key), OmegaConf.select(values, key)) for key in keys}
+    pairs = {key: (attrgetter(key)(saved), attrgetter(key)(current)) for key in keys}
     return [f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new]
 
 
@@ -206,16 +203,21 @@ def _batch_split(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
 
 def last_step(config: TrainConfig, rows: int, start_step: int) -> int:
     """The number of the run's last step. Raises UserError if that is before `start_step`."""
-    epochs, batch = config.num_train_epochs, rows_per_step(config)
-    total_steps = config.max_steps
-    if total_steps is None:
-        total_steps = recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
+    total_steps = steps_over(config, rows, rows_per_step(config))
     if start_step > total_steps:
         raise UserError(
             f"config key resume: the checkpoint in {config.output_dir} is of step {start_step}, but this run ends with "
             f"step {total_steps}; raise max_steps or num_train_epochs"
         )
     return total_steps
+
+
+def steps_over(config: TrainConfig, rows: int, batch: int) -> int:
+    """The number of steps of a run over `rows` rows, with `batch` rows per step."""
+    if config.max_steps is not None:
+        return config.max_steps
+    epochs = config.num_train_epochs
+    return recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
 
 
 def rows_per_step(config: TrainConfig) -> int:

@@ -125,7 +125,7 @@ class Trainer:
             return
         metrics = self.run_evaluation(self.start_step, termination)
         if metrics:
-            log.repeat({"step": self.start_step, **metrics})
+            log.step({"step": self.start_step, **metrics}, repeated=True)
             if self.start_step == self.total_steps:
                 self.save(self.start_step)
 

@@ -175,7 +175,9 @@ def test_ctrl_c_before_the_first_step_is_one_line(work: Path, tmp_path: Path) ->
     output, log, fifo = tmp_path / "out", tmp_path / "log", tmp_path / "fifo"
     os.mkfifo(fifo)
     held: list[int] = []
-    with background(*overrides(work, output), log=log, script="tests/waiting_run.py", WAITS_FOR=str(fifo)) as ranks:
+    with background(
+        *overrides(work, output), log=log, script="tests/faulty_run.py", FAULT="waits", WAITS_FOR=str(fifo)
+    ) as ranks:
         wait_until(lambda: opened_for(fifo, held), log)
         for rank in ranks:
             os.kill(rank.pid, signal.SIGINT)

@@ -28,6 +28,8 @@ from training_fixtures import (
 )
 
 from longspec.locks import LOCK_NAME
+from longspec.models.draft_files import load_draft
+from longspec.train.checkpoint import read_draft
 from longspec.train.generations import find_latest
 
 pytestmark = pytest.mark.slow
@@ -52,6 +54,8 @@ def test_a_killed_run_goes_on_bit_for_bit(work: Path, tmp_path: Path) -> None:
     assert re.search(r"steps (5|9) … 12", launched(TINY, *resumed))
     assert timeless(killed) == timeless(straight)
     assert equal_drafts(straight / "checkpoint-last", killed / "checkpoint-last")
+    saved, extracted = load_draft(killed / "checkpoint-last"), read_draft(killed / "last_ds")
+    assert saved.keys() == extracted.keys() and all(torch.equal(saved[name], extracted[name]) for name in saved)
 
 
 @pytest.mark.parametrize("fault", ["throws", pytest.param("dies", marks=pytest.mark.gpu)])

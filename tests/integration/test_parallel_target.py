@@ -1,5 +1,6 @@
 """Two processes that share a target compute what one with the whole target does: logits, losses, gradients."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from longspec.models.qwen2 import Qwen2Glide
 from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
 from longspec.train.distributed import keep_drafts_equal, share_targets
-from longspec.train.evaluation import DraftScores
 from longspec.train.loss import DraftLoss
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -64,7 +64,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
             given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lag}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()
-            scores, hits = model(tokens, objective=DraftScores(objective), **given)
+            scores, hits = model(tokens, objective=replace(objective, scores=True), **given)
             found |= {f"{loss} {labelled} {name}": term for name, term in terms.items()}
             found |= {f"{loss} {labelled} score {name}": term for name, term in scores.items()}
             found[f"{loss} {labelled} hits"] = hits

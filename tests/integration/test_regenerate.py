@@ -247,12 +247,15 @@ def test_bad_input_is_one_line(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tmp_path / "plain.jsonl"
-    plain.write_text('{"problem": "p", "max_tokens": 3}\n')
-    with pytest.raises(UserError, match=r"plain.jsonl, line 1: field 'max_tokens' is not read"):
-        PromptFiles(str(plain))
-    plain.write_text('{"problem": "p", "solution": "s", "max_tokens": 3}\n{"text": "t"}\n')
-    with pytest.raises(UserError, match=r"plain.jsonl, line 2: field 'text' is plain text, without a prompt"):
-        PromptFiles(str(plain))
+    whole = '{"problem": "p", "solution": "s", "max_tokens": 3}\n'
+    for first, second, problem in (
+        ("", '{"problem": "p", "max_tokens": 3}', "line 1: field 'max_tokens' is not read"),
+        (whole, '{"text": "t"}', "line 2: field 'text' is plain text, without a prompt"),
+        ("", '{"body": "t"}', "line 1: field 'prompt' is missing or null; this record has body; use one of: prompt, "),
+    ):
+        plain.write_text(f"{first}{second}\n")
+        with pytest.raises(UserError, match=rf"plain.jsonl, {problem}"):
+            PromptFiles(str(plain))
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
     for options, message in (
         ([], "count: the number of prompts"),

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import exit_code, start_forked
 from http_server import chat_tokenizer
 from test_command import SHORT, draft_of, make_target, refusal, write_records
 from test_run_folder import COUNTS
-from training_fixtures import launch_environment
+from training_fixtures import run_ranks
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
@@ -19,14 +18,12 @@ from longspec.jobs.results import part_path
 from longspec.locks import LOCK_NAME, locked_file
 from longspec.longbench import measurement
 from longspec.longbench.command import main
-from longspec.pipeline.processes import free_port
 from longspec.ranks.replicas import Replicas, balanced
 from longspec.regenerate.command import main as regenerate
 from longspec.signals import StopSignals
 
 SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 TIMES = ("ttft_s", "decode_s", "tokens_per_second")
-LIMIT_S = 120
 FAULTY = "tests/faulty_replica.py"
 LOST = r"(a rank has ended: \d+ of 11 samples are done|rank . of . ends, because another rank has ended)"
 
@@ -58,17 +55,8 @@ def alone(line: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Launch:
     """A finished launch: the exit code of each rank, stdout and stderr of all."""
 
-    def __init__(
-        self, script: str, arguments: list[str], folder: Path, ranks: int = 2, fault: str = "", **variables: str
-    ) -> None:
-        files = [folder / "stdout", folder / "stderr"]
-        for file in files:
-            file.write_text("")
-        environment = launch_environment(**({"FAULT": fault} if fault else {}), **variables)
-        started = start_forked(script, arguments, ranks, free_port(), environment, *files)
-        exit_code(started, LIMIT_S)
-        self.codes = [rank.exitcode for rank in started]
-        self.stdout, self.stderr = (file.read_text() for file in files)
+    def __init__(self, script: str, arguments: list[str], ranks: int = 2, **variables: str) -> None:
+        _, self.codes, self.stdout, self.stderr = run_ranks(script, *arguments, ranks=ranks, **variables)
 
     @property
     def said(self) -> list[str]:
@@ -82,8 +70,8 @@ class Launch:
 def evaluate(line: list[str], out: Path, ranks: int = 2, fault: str = "") -> Launch:
     options = [*line, "--output_dir", str(out)]
     if fault:
-        return Launch(FAULTY, ["evaluate", *options], out.parent, ranks, fault)
-    return Launch("inference_long-bench.py", options, out.parent, ranks)
+        return Launch(FAULTY, ["evaluate", *options], ranks, FAULT=fault)
+    return Launch("inference_long-bench.py", options, ranks)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -188,7 +176,7 @@ def test_bad_input_is_one_line_of_all_ranks(line: list[str], tmp_path: Path) -> 
 def test_a_folder_that_ranks_do_not_share_is_refused(line: list[str], tmp_path: Path) -> None:
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-    launch = Launch(FAULTY, ["evaluate", *line, "--output_dir", "out"], tmp_path, DISKS=str(tmp_path))
+    launch = Launch(FAULTY, ["evaluate", *line, "--output_dir", "out"], DISKS=str(tmp_path))
     assert launch.codes == [2, 2]
     (message,) = launch.said
     assert re.match(r"error: out is not one folder: rank 1 \(on .*give a path on a disk", message)
@@ -214,7 +202,7 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     given = ["generate", str(prompts), *options, "--device", "cpu", "--output"]
     assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
     out = tmp_path / "out.jsonl"
-    launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")], tmp_path)
+    launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")])
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
     assert [file.name for file in tmp_path.glob("out.jsonl*")] == ["out.jsonl"]
@@ -230,11 +218,11 @@ def test_text_of_several_ranks_is_that_of_one(pair: Path, tmp_path: Path) -> Non
     options += ["--device", "cpu", "--output_dir"]
     regenerate([*options, str(tmp_path / "alone")])
     out = tmp_path / "out"
-    launch = Launch(FAULTY, ["regenerate", *options, str(out)], tmp_path, fault="1:1:SIGKILL")
+    launch = Launch(FAULTY, ["regenerate", *options, str(out)], FAULT="1:1:SIGKILL")
     assert launch.codes == [1, -9] and "another rank has ended" in launch.said[-1], launch.stderr
     shards = {path: path.stat().st_mtime_ns for path in (out / "train.shards").glob("shard-*")}
     assert len(shards) == 4 and not (out / "train.jsonl").exists()
-    launch = Launch(FAULTY, ["regenerate", *options, str(out)], tmp_path)
+    launch = Launch(FAULTY, ["regenerate", *options, str(out)])
     assert launch.codes == [0, 0] and launch.stdout.count("written to") == 1
     assert (out / "train.jsonl").read_bytes() == (tmp_path / "alone" / "train.jsonl").read_bytes()
     assert {path: path.stat().st_mtime_ns for path in shards} == shards

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import exit_code, start_forked
 from pairs import FAMILIES, make_pair
 from shared_target_run import SMALL_WINDOW
 from test_command import arguments, lines_of, make_target, write_records
-from training_fixtures import launch_environment
+from training_fixtures import run_ranks
 
 from longspec.cli.options import PairOptions
 from longspec.cli.pair import SamplingOptions, open_pair
@@ -19,21 +18,9 @@ from longspec.longbench.command import main
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.draft_saving import save_draft_file
 from longspec.models.target_split import split_target
-from longspec.pipeline.processes import free_port
 
-LIMIT_S = 120
 HEADS = {2: (4, 2), 4: (8, 4)}
 """Query and KV heads of the targets by number of ranks."""
-
-
-def run(script: str, *arguments: str, folder: Path, ranks: int = 2, **environment: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a script on forked ranks."""
-    logs = folder / "stdout", folder / "stderr"
-    for log in logs:
-        log.write_text("")
-    started = start_forked(script, list(arguments), ranks, free_port(), launch_environment(**environment), *logs)
-    code = exit_code(started, LIMIT_S)
-    return code, logs[0].read_text(), logs[1].read_text()
 
 
 def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
@@ -60,11 +47,9 @@ def test_ranks_that_share_a_target_generate_what_one_process_does(
     """Every method and family, ragged batches whose rows end in different rounds, sampling, and a planted
     disagreement (see tests/shared_target_run.py)."""
     write_pairs(tmp_path, families, ranks)
-    code, stdout, stderr = run(
-        "tests/shared_target_run.py", str(tmp_path), str(ranks), *families, ranks=ranks, folder=tmp_path
-    )
-    assert code == 0, stderr[-4000:]
-    assert stdout == f"{6 * len(families) + 7} generations are the same\n"
+    ran = run_ranks("tests/shared_target_run.py", str(tmp_path), str(ranks), *families, ranks=ranks)
+    assert ran.code == 0, ran.stderr[-4000:]
+    assert ran.stdout == f"{6 * len(families) + 7} generations are the same\n"
 
 
 @pytest.mark.slow
@@ -80,9 +65,10 @@ def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp
     line = [*arguments(target, data, shared, *options), "--tp_size", "2"]
 
     def launch(fault: str, *arguments: str) -> tuple[int, str, list[str]]:
-        code, stdout, stderr = run("tests/lost_share_run.py", *arguments, folder=tmp_path, FAULT=fault)
-        assert "Traceback" not in stderr, stderr[-4000:]
-        return code, stdout, [line for line in stderr.splitlines() if line.startswith(("error", "stopped", "rank"))]
+        ran = run_ranks("tests/lost_share_run.py", *arguments, FAULT=fault)
+        assert "Traceback" not in ran.stderr, ran.stderr[-4000:]
+        lines = [line for line in ran.stderr.splitlines() if line.startswith(("error", "stopped", "rank"))]
+        return ran.code, ran.stdout, lines
 
     start = time.monotonic()
     code, _, lines = launch("dies", *line)
@@ -108,14 +94,12 @@ def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp
 def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
     options = ("--model", str(target), "--method", "lookup", "--device", "cpu", "--max_new_tokens", "6")
-    code, stdout, stderr = run(
-        "longspec/__main__.py", "generate", "x = 1", "y = 22", *options, "--tp_size", "2", folder=tmp_path
-    )
-    assert code == 0, stderr[-4000:]
+    ran = run_ranks("longspec/__main__.py", "generate", "x = 1", "y = 22", *options, "--tp_size", "2")
+    assert ran.code == 0, ran.stderr[-4000:]
     pair = open_pair(PairOptions(str(target), device="cpu"), "lookup")
     output = pair.generate(pair.encode(["x = 1", "y = 22"]), SamplingOptions(6))
     expected = [
         pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         for tokens in output.new_tokens
     ]
-    assert [json.loads(line)["text"] for line in stdout.splitlines()] == expected
+    assert [json.loads(line)["text"] for line in ran.stdout.splitlines()] == expected

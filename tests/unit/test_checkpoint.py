@@ -38,6 +38,14 @@ def write(folder: Path, step: int, whole: bool = True, run: Run = ANY_RUN) -> No
         write_marker(folder, progress(step), run)
 
 
+def write_pairs(output: Path, *steps: int | None, run: Run = ANY_RUN) -> None:
+    """Write the state and the draft of each generation: staged, newest and second newest. None writes nothing."""
+    for number, step in enumerate(steps):
+        for names in (STATES, DRAFTS):
+            if step is not None:
+                write(output / names[number], step, run=run)
+
+
 def step_of(folder: Path) -> int:
     assert is_whole(folder)
     return int((folder / "sub" / "content").read_text())
@@ -78,9 +86,7 @@ def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("act", range(9))
 def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are 8 changes: 2 removals and 2 renames for each of the two kinds of folder."""
-    for names in (STATES, DRAFTS):
-        for name, step in zip(names, (3, 2, 1), strict=True):
-            write(tmp_path / name, step)
+    write_pairs(tmp_path, 3, 2, 1)
     with monkeypatch.context() as dying:
         crash_at(act, dying)
         if act < 8:
@@ -144,9 +150,7 @@ def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
 
 @pytest.mark.parametrize("state_whole", [True, False])
 def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: bool, tmp_path: Path) -> None:
-    for names in (STATES, DRAFTS):
-        write(tmp_path / names[1], 2)
-        write(tmp_path / names[2], 1)
+    write_pairs(tmp_path, None, 2, 1)
     write(tmp_path / STATES[0], 3, whole=state_whole)
     write(tmp_path / DRAFTS[0], 3, whole=False)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
@@ -162,8 +166,7 @@ def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -
     with pytest.raises(UserError, match="last_ds was not saved whole"):
         find_latest(tmp_path)
     write(tmp_path / "last_2ds", 2)
-    for names in (STATES, DRAFTS):
-        write(tmp_path / names[0], 3)
+    write_pairs(tmp_path, 3)
     complete_saves(tmp_path)
     assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
 
@@ -191,14 +194,11 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
     """A launch that resumes from the older state replaces the damaged one and keeps the newer draft. If both are
     damaged, the error names both."""
     damage, said = DAMAGES[kind]
-    for names in (STATES, DRAFTS):
-        write(tmp_path / names[1], 4444, run=Run("run", "first"))
-        write(tmp_path / names[2], 3333, run=Run("run", "first"))
+    write_pairs(tmp_path, None, 4444, 3333, run=Run("run", "first"))
     damage(tmp_path / "last_ds" / "sub" / "content")
     assert find_latest(tmp_path) == (tmp_path / "last_2ds", progress(3333))
     assert said in caplog.text and "older checkpoint" in caplog.text
-    for names in (STATES, DRAFTS):
-        write(tmp_path / names[0], 4444, run=Run("run", "second", start=3333))
+    write_pairs(tmp_path, 4444, run=Run("run", "second", start=3333))
     complete_saves(tmp_path)
     assert [step_of(tmp_path / name) for names in (STATES, DRAFTS) for name in names[1:]] == [4444, 3333] * 2
     assert step_of(tmp_path / "checkpoint-earlier-1") == 4444
@@ -212,8 +212,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
 def save_twice(output: Path, first: int, run: Run) -> None:
     """Save a draft with its state twice, as one launch."""
     for step in (first, first + 1):
-        for names in (STATES, DRAFTS):
-            write(output / names[0], step, run=run)
+        write_pairs(output, step, run=run)
         complete_saves(output)
 
 
@@ -267,14 +266,11 @@ def test_any_complete_draft_is_found_and_the_newest_whole_one_taken(
 def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
+    write_pairs(tmp_path, None, 4)
     for names in (STATES, DRAFTS):
-        write(tmp_path / names[1], 4)
         (output / names[1]).symlink_to(tmp_path / names[1])
     assert find_latest(output) == (output / "last_ds", progress(4))
-    for step in (5, 6):
-        for names in (STATES, DRAFTS):
-            write(output / names[0], step)
-        complete_saves(output)
+    save_twice(output, 5, ANY_RUN)
     assert [step for _, step in whole_folders(output)] == [5, 6, 5, 6]
     assert step_of(tmp_path / "last_ds") == 4
 
@@ -323,9 +319,7 @@ class FullDisk:
     ],
 )
 def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, one_rank: None, tmp_path: Path) -> None:
-    for names in (STATES, DRAFTS):
-        write(tmp_path / names[1], 2)
-        write(tmp_path / names[2], 1)
+    write_pairs(tmp_path, None, 2, 1)
     with pytest.raises(UserError, match=r"step 3 could not be written.*MiB are free.*resume=latest") as said:
         save_checkpoint(FullDisk(error), None, stored_config(output_dir=str(tmp_path)), progress(3), ANY_RUN)
     assert "\n" not in str(said.value)
@@ -356,8 +350,7 @@ def test_a_checkpoint_without_a_ranks_shard_is_not_whole(
 
     module = SimpleNamespace(draft_model=torch.nn.Linear(1, 1), draft_target=None)
     engine = SimpleNamespace(save_checkpoint=save, module=module)
-    write(tmp_path / STATES[1], 2)
-    write(tmp_path / DRAFTS[1], 2)
+    write_pairs(tmp_path, None, 2)
     with pytest.raises(SystemExit):
         save_checkpoint(engine, None, stored_config(output_dir=str(tmp_path)), progress(3), ANY_RUN)
     assert "rank 0 sees 1 of the 2 shards that the ranks wrote" in capsys.readouterr().err

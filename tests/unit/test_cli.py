@@ -96,12 +96,42 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     (tmp_path / "a b.jsonl").write_text('{"text": "one"}\n')
     override = f"data.files=[{tmp_path}/a b.jsonl]"
     given = ["train", name, f"model_name_or_path={tmp_path}/target", override, "--num_gpus", "2", "--dry_run"]
-    line = CliRunner().invoke(console.app, given).stdout
+    *derived, line = CliRunner().invoke(console.app, given).stdout.splitlines()
     assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
-    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'\n")
-    for wrong, named in (("max_step=3", "max_step: no such key"), ("data.files=none.jsonl", "none.jsonl")):
-        result = CliRunner().invoke(console.app, [*given, wrong])
+    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'")
+    assert derived == ["data: 1 files, 16 bytes, 1 records", "step: 16 rows of up to 128 tokens, 2,048 in all"]
+    for experiment, wrong, named in (
+        (name, "max_step=3", "max_step: no such key"),
+        (name, "data.files=none.jsonl", "none.jsonl"),
+        ("my-model", "seed=3", "config name my-model: no such experiment"),
+    ):
+        result = CliRunner().invoke(console.app, ["train", experiment, *given[2:], wrong])
         assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "derived"),
+    [
+        (["--include", "localhost:0,1"], ["step: 4 rows of up to 128 tokens, 512 in all"]),
+        (["--include", "localhost"], []),
+        (["max_steps=1200"], ["run: 1,200 steps"]),
+        (
+            ["--num_gpus", "1", "data.pack=false", "data.overflow=truncate", "num_train_epochs=3"],
+            [
+                "step: 2 rows of up to 128 tokens, 256 in all",
+                "epoch: 2.5 steps, if all records are used",
+                "run: 8 steps",
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_prints_what_is_known(options: list[str], derived: list[str], tmp_path: Path) -> None:
+    save_target(tmp_path / "target", "mistral")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' * 5)
+    given = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/a.jsonl", "gradient_accumulation_steps=1"]
+    given += ["per_device_train_batch_size=2", "--dry_run", *options]
+    result = CliRunner().invoke(console.app, ["train", "tiny_glide_stage1_sinkpi-slicing", *given])
+    assert result.stdout.splitlines()[1:-1] == derived, result.exception
 
 
 def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pairs import save_target, tiny_config
 from longspec import digests
 from longspec.digests import STRIDE_BYTES, file_digest
 from longspec.errors import UserError
-from longspec.models.content import state_digest, target_digest
+from longspec.models.content import state_digest, target_digest, target_digests
 
 CONFIG = tiny_config("llama")
 
@@ -23,7 +23,8 @@ def test_a_target_is_known_by_its_weights_and_configs(tmp_path: Path) -> None:
     assert one == copy != other
     (folders[0] / "notes.txt").write_text("not part of the model")
     assert target_digest(str(folders[0]), CONFIG) == one
-    for name in ("model.safetensors", "generation_config.json", "tokenizer_config.json"):
+    shaping = ("special_tokens_map.json", "added_tokens.json", "generation_config.json", "tokenizer_config.json")
+    for name in ("model.safetensors", *shaping):
         with (folders[0] / name).open("ab") as handle:
             handle.write(b" ")
         assert target_digest(str(folders[0]), CONFIG) != one
@@ -50,10 +51,14 @@ def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
         file_digest(tmp_path / "gone.jsonl")
 
 
-def test_a_hub_id_is_known_by_its_commit() -> None:
+def test_a_hub_id_is_known_by_its_commit(tmp_path: Path) -> None:
+    """So is a snapshot in the hub's cache."""
     config = tiny_config("llama")
     config._commit_hash = "abc"
     assert target_digest("owner/model", config) == "owner/model@abc"
+    snapshot = tmp_path / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    assert target_digests(str(snapshot), config) == [[str(snapshot), "a" * 40]]
 
 
 def test_a_draft_is_known_by_its_tensors() -> None:

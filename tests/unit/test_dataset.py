@@ -97,12 +97,7 @@ def look_up(record):
     return {**record, "text": record["body"].strip()}
 
 
-@pytest.mark.parametrize(("line", "says"), [({"text": "a"}, "KeyError: 'body'"), ({"body": 3}, "AttributeError")])
-def test_what_an_aligner_stumbles_over_is_located(build, tmp_path, line, says):
-    with pytest.raises(UserError, match=says) as error:
-        build([{"body": "fine"}, line], aligners=(look_up, common_form_aligner()))
-    assert str(error.value).startswith(f"{tmp_path / 'file0.jsonl'}:2: the aligner look_up")
-    assert isinstance(error.value.__cause__, KeyError | AttributeError)
+LOOK_UP = (look_up, common_form_aligner())
 
 
 def test_the_eos_is_learnt_also_as_pad_token_or_when_given(build):
@@ -173,18 +168,6 @@ def test_fields_that_nothing_reads_are_named_once(build, caplog):
     ]
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_a_token_without_an_embedding_names_file_line_and_token(build, tmp_path, pack):
-    """A token that was added to the tokenizer, but not to the target."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<note>"])
-    records = [{"text": "fine"}, {"source": "a <note>", "target": "b"}]
-    settings = {"tokenizer": tokenizer, "vocab_size": VOCAB_SIZE, "pack": pack}
-    with pytest.raises(UserError, match=rf"file0\.jsonl, line 2: token {VOCAB_SIZE} \('<note>'\) has no embedding"):
-        build(records, **settings)
-    assert build(records[:1], **settings) and build(records, **settings | {"vocab_size": VOCAB_SIZE + 1})
-
-
 def test_prompts_that_leave_no_room_are_counted_and_left_out(build, caplog):
     records = [{"prefix": "01234567", "suffix": "ab"}, {"prefix": "0123456", "suffix": "ab"}, {"text": " "}]
     for _ in range(2):  # the second time from the cache
@@ -216,27 +199,32 @@ def test_two_processes_give_the_same_rows(build, tmp_path, monkeypatch):
     assert len(list((tmp_path / "two").rglob("*_of_00002.arrow"))) == 2
 
 
+NOTED = byte_tokenizer()
+NOTED.add_tokens(["<note>"])  # to the tokenizer, but not to the target
+GOOD = [{"text": "fine"}] * 70
+
+
 @pytest.mark.parametrize(
-    ("num_proc", "line", "says"),
-    [(1, '{"text": "a"', "not a JSON line"), (2, '{"report": "a"}', "field 'summary' is missing")],
+    ("files", "settings", "says"),
+    [
+        ([GOOD, [*GOOD[:2], "", '{"text": "a"']], {}, r"file1\.jsonl, line 4: not a JSON line"),
+        ([GOOD, ["", '{"report": "a"}']], {"num_proc": 2}, r"file1\.jsonl, line 2: field 'summary' is missing"),
+        ([[{"body": "fine"}, {"text": "a"}]], {"aligners": LOOK_UP}, r"file0\.jsonl:2: the aligner look_up.*'body'"),
+        ([[{"body": "fine"}, {"body": 3}]], {"aligners": LOOK_UP}, r"file0\.jsonl:2: the aligner look_up.*Attribut"),
+        *(
+            ([[*GOOD, {"text": "a <note>"}]], {"tokenizer": NOTED, "vocab_size": VOCAB_SIZE, "pack": pack}, says)
+            for pack in (False, True)
+            for says in [rf"file0\.jsonl, line 71: token {VOCAB_SIZE} \('<note>'\) has no embedding"]
+        ),
+        ([["not JSON"]], {"max_length": 1}, "max_length is 1"),
+        ([["not JSON"]], {"aligners": (add_id_aligner(),)}, "common_form"),
+        ([[{"text": ""}, {"source": "q", "target": "\n"}]], {}, r"no record is usable .*2 with an empty answer"),
+    ],
 )
-def test_a_bad_record_names_file_line_and_field(build, tmp_path, num_proc, line, says):
-    good = [{"text": "fine"}] * 70
+def test_bad_records_and_settings_are_one_line(build, files, settings, says):
     with pytest.raises(UserError, match=says) as error:
-        build(good, [*good[:2], "", line], num_proc=num_proc)
-    assert str(error.value).startswith(f"{tmp_path / 'file1.jsonl'}, line 4: ")
+        build(*files, **settings)
     assert "\n" not in str(error.value)
-
-
-def test_bad_settings_are_named_before_any_reading(build):
-    for settings, says in (({"max_length": 1}, "max_length is 1"), ({"aligners": (add_id_aligner(),)}, "common_form")):
-        with pytest.raises(UserError, match=says):
-            build(["not JSON"], **settings)
-
-
-def test_nothing_to_train_on_is_an_error(build):
-    with pytest.raises(UserError, match=r"no record is usable .*2 with an empty answer"):
-        build([{"text": ""}, {"source": "q", "target": "\n"}])
 
 
 def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):

@@ -27,8 +27,10 @@ def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor,
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int) -> None:
+    """Evaluation has the same sums. A label is a hit if the hidden state before it ranks it first."""
     hidden, teacher, labels, head = example()
-    value, metrics = DraftLoss(loss, chunk_logits=chunk * V)(hidden, teacher, labels, head)
+    objective = DraftLoss(loss, chunk_logits=chunk * V)
+    value, metrics = objective(hidden, teacher, labels, head)
     (gradient,) = torch.autograd.grad(value * 0.3, hidden)
     expected = plain_loss(loss, hidden, teacher, labels, head)
     (expected_gradient,) = torch.autograd.grad(expected * 0.3, hidden)
@@ -36,6 +38,16 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
     assert metrics.keys() == {"loss", *["ce"] * (loss in ("ce", "mixed")), *["kl"] * (loss != "ce")}
+
+    scores, hits = objective.score(hidden, teacher, labels, head)
+    assert scores == metrics
+    guessed = head(hidden[:, :-1]).argmax(-1)
+    assert hits.shape == labels.shape and not hits[:, 0].any()
+    assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
+    liked = labels.clone()
+    liked[:, 1:] = torch.where(liked[:, 1:] == -100, -100, guessed)
+    _, all_hits = objective.score(hidden, teacher, liked, head)
+    assert torch.equal(all_hits[:, 1:], labels[:, 1:] != -100)
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, V, 3)])
@@ -74,23 +86,6 @@ def test_a_registered_loss_has_a_new_name_and_a_value_per_token(monkeypatch: pyt
             losses.register_loss(name, lambda logits, target_logits, labels: labels, reads_target=False)
     with pytest.raises(UserError, match="one value per token"):
         DraftLoss("own")(*example())
-
-
-@pytest.mark.parametrize("chunk", [4, 1000])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_scores_are_the_loss_and_which_labels_come_first(loss: str, chunk: int) -> None:
-    """Evaluation and training have the same sums. A label is a hit if the hidden state before it ranks it first."""
-    hidden, teacher, labels, head = example()
-    objective = DraftLoss(loss, log_target_loss=True, chunk_logits=chunk * V)
-    metrics, hits = objective.score(hidden, teacher, labels, head)
-    assert metrics == objective(hidden, teacher, labels, head)[1]
-    guessed = head(hidden[:, :-1]).argmax(-1)
-    assert hits.shape == labels.shape and not hits[:, 0].any()
-    assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
-    liked = labels.clone()
-    liked[:, 1:] = torch.where(liked[:, 1:] == -100, -100, guessed)
-    _, all_hits = objective.score(hidden, teacher, liked, head)
-    assert torch.equal(all_hits[:, 1:], labels[:, 1:] != -100)
 
 
 def test_a_micro_batch_without_labels_has_loss_zero_and_a_gradient() -> None:

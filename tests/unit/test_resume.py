@@ -19,11 +19,9 @@ from training_fixtures import (
     timeless,
     write_texts,
 )
-from transformers import LlamaConfig
 
 from longspec.errors import UserError
-from longspec.locks import LOCK_NAME, FolderLock
-from longspec.models.content import target_digests
+from longspec.locks import LOCK_NAME, locked
 from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
 from longspec.train.config import CONFIG_NAME, read_config_file
@@ -32,7 +30,7 @@ from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
-from longspec.train.markers import read_marker
+from longspec.train.markers import damage, read_marker
 from longspec.train.run import train, warn_of_few_steps
 from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
@@ -196,30 +194,29 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
     for output in (work / "out", work / "empty"):
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
         output.mkdir(exist_ok=True)
-        lock = FolderLock(output)
-        said = refusal(config, capsys)
+        with locked(output):
+            said = refusal(config, capsys)
         assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
         assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
-        lock.release()
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
     for output, reason in ((work / "out" / LOCK_NAME, "Not a directory"), (work / "gone", "No such file or directory")):
         with pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)"):
-            FolderLock(output)
+            locked(output).__enter__()
 
 
 def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
     reading, writing = os.pipe()
     started, child_started = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writing)
-        os.write(child_started, b"1")
-        os.read(reading, 1)
-        os._exit(0)
-    os.read(started, 1)  # only then has the child run what is registered for it
-    lock.release()
-    FolderLock(tmp_path).release()
+    with locked(tmp_path):
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os.write(child_started, b"1")
+            os.read(reading, 1)
+            os._exit(0)
+        os.read(started, 1)  # only then has the child run what is registered for it
+    with locked(tmp_path):
+        pass
     os.close(writing)
     os.waitpid(child, 0)
     for descriptor in (reading, started, child_started):
@@ -234,6 +231,9 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     given = [f"evaluation.files={work}/held_out.jsonl", "evaluation.steps=1", "evaluation.keep_best=true"]
     straight, cut = work / "straight", work / "cut"
     train(configured(work, *given, f"output_dir={straight}"), Termination())
+    trained = [{name: value for name, value in line.items() if "eval" not in name} for line in timeless(straight)]
+    assert trained == timeless(work / "out"), "an evaluation changes nothing of the training"
+    assert equal_drafts(work / "out" / "checkpoint-last", straight / "checkpoint-last")
     rows: list[int] = []
     score_row = Evaluation.score_row
 
@@ -262,8 +262,13 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     lines = [{line["step"]: line for line in timeless(output)} for output in (straight, cut)]
     assert lines[0] == lines[1]
     best = [json.loads((output / "checkpoint-best" / "evaluation.json").read_text()) for output in (straight, cut)]
-    assert best[0]["step"] == best[1]["step"]
+    chosen = max(metrics(straight), key=lambda line: line["eval_acceptance_length"])
+    assert best[0]["step"] == best[1]["step"] == chosen["step"] and best[0].items() <= chosen.items()
     assert equal_drafts(straight / "checkpoint-best", cut / "checkpoint-best")
+    assert damage(cut / "checkpoint-best") is None and (cut / "checkpoint-best" / "tokenizer.json").is_file()
+    before = (cut / "metrics.jsonl").read_bytes()
+    train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
+    assert "nothing left to do" in caplog.text and (cut / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -332,14 +337,3 @@ def test_changed_files_and_commits_are_named(before: list[str], now: list[str], 
     old, new = ([line.split() for line in lines] for lines in (before, now))
     differences = changes(Contents(target=old), Contents(target=new))
     assert message in "".join(differences) and bool(differences) is bool(message)
-
-
-def test_every_file_that_shapes_the_targets_tokens_counts(tmp_path: Path) -> None:
-    """A snapshot in the hub's cache is identified by its commit."""
-    names = ("generation_config.json", "special_tokens_map.json", "added_tokens.json")
-    for name in names:
-        (tmp_path / name).write_text("{}")
-    assert {name for name, _ in target_digests(str(tmp_path), LlamaConfig())} == set(names)
-    snapshot = tmp_path / "snapshots" / COMMITS[0]
-    snapshot.mkdir(parents=True)
-    assert target_digests(str(snapshot), LlamaConfig()) == [[str(snapshot), COMMITS[0]]]

@@ -20,13 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-TURNS = [
-    {"role": "user", "content": "1?"},
-    {"role": "assistant", "content": "1"},
-    {"role": "user", "content": "2?"},
-]
+TURNS = [{"role": role, "content": text} for role, text in (("user", "1?"), ("assistant", "1"), ("user", "2?"))]
 
 
 def sample(kind, prompt, answer):

@@ -80,32 +80,39 @@ def refusal(use: Callable[[], Any], file: Path | str) -> str:
 
 
 def special(kind: str, file: Path) -> None:
-    """A file on which a reader would block or never finish."""
+    """A file on which a reader would block or never finish, or that is larger than any configuration."""
     file.unlink(missing_ok=True)
     if kind == "fifo":
         os.mkfifo(file)
-    else:
+    elif kind == "device":
         file.symlink_to("/dev/zero")
+    else:
+        with file.open("wb") as handle:
+            handle.truncate(2**40)  # takes no room on the disk
+
+
+CONFIGS = ("config.json", "training_config.yaml")
+DRAFT_FILES = ("draft_model_weights.pth", "model.safetensors", *CONFIGS)
+SPECIAL = [
+    *((kind, name) for kind in ("fifo", "device") for name in DRAFT_FILES),
+    *(("large", name) for name in CONFIGS),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), SPECIAL)
+def test_only_regular_small_files_are_read_of_a_draft(run: Path, kind: str, name: str) -> None:
+    special(kind, run / name)
+    limit = YAML_BYTES if name.endswith(".yaml") else CONFIG_BYTES
+    problem = f"more than the limit of {limit}" if kind == "large" else "not a regular file"
+    assert problem in refusal(lambda: use_draft(run), run / name)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"run/{name}" for name in ("draft_model_weights.pth", "training_config.yaml")),
-        *(f"{place}/{name}" for place in ("run", "target") for name in ("model.safetensors", "config.json")),
-        *(f"target/{name}" for name in ("tokenizer.json", "generation_config.json")),
-    ],
-)
-def test_only_regular_files_are_read(run: Path, target: Path, kind: str, name: str) -> None:
-    file = run.parent / name
-    special(kind, file)
-    uses = [lambda: use_draft(run)]
-    if file.parent == target:
-        config = tiny_config("llama")
-        uses = [lambda: LlamaGlide.from_pretrained(target), lambda: load_tokenizer(str(target), config)]
-    for use in uses:
-        assert "not a regular file" in refusal(use, file)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_only_regular_files_are_read_of_a_target(target: Path, kind: str, name: str) -> None:
+    special(kind, target / name)
+    for use in (LlamaGlide.from_pretrained, lambda folder: load_tokenizer(str(folder), tiny_config("llama"))):
+        assert "not a regular file" in refusal(lambda use=use: use(target), target / name)  # type: ignore[misc]
 
 
 def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
@@ -114,18 +121,6 @@ def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
     for file in run.iterdir():
         (tmp_path / "links" / file.name).symlink_to(file)
     assert use_draft(tmp_path / "links")[0].keys() == use_draft(run)[0].keys()
-
-
-def test_large_configurations_are_not_read(run: Path, target: Path) -> None:
-    for file, size in (
-        (run / "training_config.yaml", YAML_BYTES),
-        (run / "config.json", CONFIG_BYTES),
-        (target / "config.json", CONFIG_BYTES),
-    ):
-        with file.open("wb") as handle:
-            handle.truncate(2**40)  # takes no room on the disk
-        assert f"more than the limit of {size}" in refusal(lambda file=file: use_draft(file.parent), file)  # type: ignore[misc]
-        file.unlink()
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
@@ -158,12 +153,6 @@ def test_a_training_configuration_is_read_within_bounds(
     assert message in line and "hidden" not in line
     assert "hidden" not in refusal(lambda: read_config_file(file), file)
     assert not (run / "ran").exists()
-
-
-@pytest.mark.parametrize("text", ["{broken", "[1]", "null", "[" * 100000, '{"draft_window": 1e9}'])
-def test_a_broken_config_of_a_draft_is_one_clear_line(run: Path, text: str) -> None:
-    (run / "config.json").write_text(text)
-    refusal(lambda: use_draft(run), run)
 
 
 @pytest.mark.parametrize("name", ["os.system", "subprocess.run", "longspec.models.glide.GlideMixin.from_pretrained"])
@@ -275,32 +264,41 @@ def test_a_missing_folder_and_a_file_are_called_so(tmp_path: Path, path: str) ->
     assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
 
 
+def changed(field: str, value: Any) -> Callable[[str], str]:
+    """The text of a JSON file with another value of a field."""
+    return lambda text: json.dumps(json.loads(text) | {field: value})
+
+
+BROKEN = ("{", "null", "[1]", "[" * 100000)
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("file", "text"),
     [
-        {"hidden_act": "no_such"},
-        {"rms_norm_eps": "small"},
-        {"rope_parameters": {"rope_type": "x"}},
-        {"num_hidden_layers": 10**9},  # to build its modules would take hours
+        *(("run/config.json", text) for text in (*BROKEN, '{"draft_window": 1e9}')),
+        *(("target/tokenizer.json", text) for text in (*BROKEN, '{"version": "1.0"}')),
+        ("target/tokenizer.json", lambda text: text.replace("trim_offsets", "x")),
+        ("target/config.json", changed("hidden_act", "no_such")),
+        ("target/config.json", changed("rms_norm_eps", "small")),
+        ("target/config.json", changed("rope_parameters", {"rope_type": "x"})),
+        ("target/config.json", changed("num_hidden_layers", 10**9)),  # to build its modules would take hours
     ],
 )
-def test_a_config_that_no_model_can_be_built_from_is_one_clear_line(
-    target: Path, run: Path, change: dict[str, Any]
-) -> None:
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | change))
-    refusal(lambda: LlamaGlide.from_pretrained(target), target)
-    refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
+def test_a_broken_file_is_one_clear_line(target: Path, run: Path, file: str, text: Any) -> None:
+    path = run.parent / file
+    path.write_text(text(path.read_text()) if callable(text) else text)
+    if file == "run/config.json":
+        refusal(lambda: use_draft(run), run)
+    elif file == "target/tokenizer.json":
+        refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
+    else:
+        refusal(lambda: LlamaGlide.from_pretrained(target), target)
+        refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
 
 
-@pytest.mark.parametrize("content", ["{", "null", '{"version": "1.0"}', "[" * 100000, "fields"])
-def test_a_broken_tokenizer_is_one_clear_line(target: Path, content: str) -> None:
-    text = (target / "tokenizer.json").read_text()
-    (target / "tokenizer.json").write_text(text.replace("trim_offsets", "x") if content == "fields" else content)
-    refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
-
-
-def test_a_target_that_git_lfs_has_not_fetched_says_so(target: Path) -> None:
+def test_what_is_no_target_says_what_it_is(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
     (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     assert "git lfs pull" in refusal(lambda: check_weights(target, tiny_config("llama")), target / "model.safetensors")
 
