@@ -1,12 +1,13 @@
 """One engine with one method, in a process of its own: `benchmarks.engines` starts it with the engine's interpreter.
 
-Reads a run as JSON on stdin and writes its result as the last line of stdout. Engines are imported where they are used,
+Reads a run as JSON on stdin and writes its result, and nothing else, to stdout. Engines are imported where they are used,
 because their environments exclude each other.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,12 +131,15 @@ def measure(run: Run, generate: Generate) -> dict[str, Any]:
 
 
 def main() -> None:
+    # Engines and their processes log to stdout, vLLM's also after the last answer. Their lines go to stderr.
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     run = Run(**json.load(sys.stdin))
     start = perf_counter()
     generate = ENGINES[run.engine](run)
     started = perf_counter() - start
-    result = measure(run, generate) | {"start_s": started}
-    print(json.dumps(result), flush=True)
+    with results:
+        json.dump(measure(run, generate) | {"start_s": started}, results)
 
 
 if __name__ == "__main__":

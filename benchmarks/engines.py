@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ METHODS = {
 }
 PACKAGES = {"ours": "longspec", "vllm": "vllm", "sglang": "sglang"}
 NEEDS_DRAFT = ("glide",)
+RAISED = re.compile(r"^(?:\(.*?\) )?(?:[A-Z]+ .*?\] )?((?:\w+\.)*\w*(?:Error|Exception)\b(?:: .*)?)$", re.MULTILINE)
+"""The last line of a traceback. Engines put the name of a process and the time before it."""
 
 
 @reports_user_errors
@@ -85,23 +88,23 @@ def run_alone(run: Run, python: str, limit: float) -> dict[str, Any]:
     command = [python, "-m", "benchmarks.engine_runs"]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+    causes = []
     try:
-        output, errors = process.communicate(json.dumps(asdict(run)), timeout=limit)
+        process.communicate(json.dumps(asdict(run)), timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"error": f"no end within {limit:.0f} s"}
+        causes.append(f"no end within {limit:.0f} s")
     finally:
         # An engine has processes of its own. One that outlives its run would disturb the next.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        output, log = process.communicate()
     try:
-        return json.loads(output.splitlines()[-1])
-    except (IndexError, ValueError):
-        # Engines report errors of their processes in their logs, on either stream.
-        lines = [line for line in f"{output}\n{errors}".splitlines() if line.strip()]
-        print("\n".join(lines[-60:]), file=sys.stderr)
-        named = [line for line in lines if "Error" in line] or lines or [f"exit status {process.returncode}"]
-        return {"error": named[-1].strip()[:200]}
+        return json.loads(output)
+    except ValueError:
+        print(log, file=sys.stderr)
+        # What a process raises first is the cause of what the others raise.
+        causes += RAISED.findall(log)[:1]
+        return {"error": ": ".join(causes)[:200] or f"exit status {process.returncode}"}
 
 
 def is_installed(engine: str, python: str) -> bool:

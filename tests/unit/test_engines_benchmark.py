@@ -2,6 +2,7 @@
 
 import os
 import select
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ def run_of(**changes: object) -> engine_runs.Run:
     prompts = {"chat": [[1, 2], [3]], "4k": [[4, 5, 6]]}
     settings = dict(engine="ours", method="vanilla", setting="defaults", target="t", draft=None, prompts=prompts)
     return engine_runs.Run(**(settings | dict(concurrent=[3], tokens=5, dtype="float32", options={}) | changes))  # type: ignore[arg-type]
+
+
+def script(folder: Path, commands: str) -> Path:
+    """An interpreter that runs these commands instead of a module."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{commands}\n")
+    python.chmod(0o755)
+    return python
 
 
 def test_decoding_excludes_the_prompt_and_concurrent_prompts_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,19 +57,47 @@ def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
     assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
 
 
-def test_a_failure_is_the_last_error_in_the_log(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'ValueError: no kernel'\necho '(worker) ends' >&2\nexit 1\n")
-    python.chmod(0o755)
-    assert engines.run_alone(run_of(), str(python), limit=60) == {"error": "ValueError: no kernel"}
+@pytest.mark.parametrize(
+    ("log", "end", "error"),
+    [
+        ("(EngineCore pid=7) ERROR [core.py:9] ValueError: one\nRuntimeError: two", "exit 1", "ValueError: one"),
+        ("Scheduler hit an exception: Traceback\ntorch.OutOfMemoryError\nended", "exit 1", "torch.OutOfMemoryError"),
+        ("WARNING [a.py:1] Found no ValueError", "exit 3", "exit status 3"),
+        ("AssertionError: three", "sleep 60", "no end within 2 s: AssertionError: three"),
+    ],
+)
+def test_a_failure_is_the_first_error_in_the_log(
+    tmp_path: Path, log: str, end: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later ones follow from it. The whole log is shown."""
+    python = script(tmp_path, f"echo '{log}' >&2\n{end}")
+    assert engines.run_alone(run_of(), str(python), limit=2) == {"error": error}
+    assert log in capsys.readouterr().err
+
+
+def test_only_the_result_of_a_run_is_read(tmp_path: Path) -> None:
+    """Engines log to stdout, and vLLM's process does so after the end of its engine's."""
+    engine = """
+import atexit, os
+from benchmarks import engine_runs
+def start(run):
+    print("INFO starts", flush=True)
+    atexit.register(os.system, "echo INFO ends")
+    return lambda prompts, tokens: [[1] * tokens for _ in prompts]
+engine_runs.ENGINES["ours"] = start
+engine_runs.main()
+"""
+    (tmp_path / "engine.py").write_text(engine)
+    python = script(tmp_path, f"PYTHONPATH=. exec {sys.executable} {tmp_path}/engine.py")
+    result = engines.run_alone(run_of(), str(python), limit=60)
+    assert list(result["single"]) == ["chat", "4k"] and len(result["answers"]) == 6
 
 
 def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:
-    pipe, python = tmp_path / "pipe", tmp_path / "python"
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    python.write_text(f"#!/bin/sh\nsleep 1000 < /dev/null > {pipe} 2>&1 &\necho '{{\"single\": 1}}'\n")
-    python.chmod(0o755)
+    python = script(tmp_path, f"sleep 1000 < /dev/null > {pipe} 2>&1 &\necho '{{\"single\": 1}}'")
     assert engines.run_alone(run_of(), str(python), limit=60) == {"single": 1}
     # The end of the file is read once no process has the pipe open for writing.
     assert select.select([reader], [], [], 20)[0] and os.read(reader, 1) == b""
