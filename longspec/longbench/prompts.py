@@ -68,7 +68,7 @@ def read_prompt(file: str | Path, task: str) -> str:
     try:
         prompts = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"--prompt_file: {file} is not a readable JSON file {{task: prompt}} ({reason})") from error
     if not isinstance(prompts, dict) or task not in prompts:
         raise UserError(f"--prompt_file: {file} has no prompt for {task}; it must be an object {{task: prompt}}")

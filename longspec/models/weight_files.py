@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_vocabulary import MAPS
@@ -88,6 +88,18 @@ def weight_errors(problem: str) -> Iterator[None]:
                 "loaded because it can run code; its author can convert it with torch.save(module.state_dict(), FILE)"
             )
         raise UserError(f"{problem} ({reason})") from error
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """Context without transformers' progress bars, those of downloads included."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
