@@ -27,7 +27,7 @@ from longspec.models.draft_files import load_draft
 from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import LATER, Settings, check_settings
-from longspec.regenerate.shards import SplitShards
+from longspec.regenerate.shards import SplitShards, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -103,10 +103,10 @@ def _prepare(
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     report_ignored(read_generation_config(target, config), target, (), report)
     settings.penalties(tokenizer, config.vocab_size)  # checks them
-    settings = replace(settings, chat_format=chat_format)
+    total = min(settings.count or len(files), len(files)) if files else settings.count
+    settings = replace(settings, chat_format=chat_format, shard_size=shard_size(settings, total))
     if files and files.unread:
         report(unread_note(files.unread))
-    total = min(settings.count or len(files), len(files)) if files else settings.count
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))

@@ -50,8 +50,8 @@ class Settings:
     """Longest user turn that the target writes, in tokens; longer ones are left out."""
     batch_size: int = 256
     """Largest number of rows in a batch."""
-    shard_size: int = 2048
-    """Number of prompts per shard."""
+    shard_size: int = 0
+    """Number of prompts per shard; 0 lets `shards.shard_size` choose it."""
     seed: int = 0
     chat_format: str = AUTO
     chat_template_kwargs: str | None = None
@@ -90,10 +90,10 @@ def check_settings(settings: Settings) -> None:
         check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
     for name in FILTER_OPTIONS:
         check_filter(name, getattr(settings, name))
-    for name in ("max_turn_tokens", "batch_size", "shard_size"):
+    for name in ("max_turn_tokens", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")
-    for name in ("count", "max_prompt_tokens", "seed"):
+    for name in ("count", "max_prompt_tokens", "shard_size", "seed"):
         if getattr(settings, name) < 0:
             raise UserError(f"{name}: {getattr(settings, name)}; it must not be negative")
 

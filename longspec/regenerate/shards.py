@@ -21,6 +21,20 @@ from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
 PROVENANCE_NAME = "provenance.yaml"
+SHARDS, LARGEST = 128, 2048
+"""Number of shards of a run, and the largest number of prompts in one; more prompts make more shards."""
+
+
+def shard_size(settings: Settings, total: int) -> int:
+    """Prompts per shard: the setting, else as in the shards on disk, else so that a stopped run loses few answers."""
+    file = split_folder(settings) / PROVENANCE_NAME
+    stored = _read_facts(file).get("shard_size", 0) if file.exists() else 0
+    return settings.shard_size or stored or min(-(-total // SHARDS), LARGEST)
+
+
+def split_folder(settings: Settings) -> Path:
+    """The folder of a split's shards."""
+    return Path(settings.output_dir) / f"{settings.split}.shards"
 
 
 class SplitShards:
@@ -32,7 +46,7 @@ class SplitShards:
         self.total = total
         self.count = -(-total // settings.shard_size)
         """Number of shards."""
-        self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
+        self.folder = split_folder(settings)
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
 
     def range(self, shard: int) -> range:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
 
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
-    """A resumed run writes only the missing shards."""
+    """A resumed run writes only the missing shards, which have the size of those that exist."""
     given = settings(target, tmp_path, files=(str(questions),))
     whole = regenerate(given)
     first = Path(str(whole)).read_bytes()
@@ -149,7 +150,7 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     kept, lost = shards[0].stat().st_mtime_ns, shards[1].read_bytes()
     shards[1].unlink()
     Path(str(whole)).unlink()
-    assert Path(str(regenerate(given))).read_bytes() == first
+    assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
     with pytest.raises(UserError, match=r"has shards of a different run \(seed: 0 there, 1 here\)"):
         regenerate(settings(target, tmp_path, files=(str(questions),), seed=1))
@@ -205,7 +206,7 @@ def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, caps
 def test_a_stopped_command_says_how_to_go_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole shards stay, and the rest is written later as if nothing had happened."""
+    """Whole shards stay, of few prompts by default, and the rest is written later as if nothing had happened."""
     records, calls = Writer._records, []
 
     def stop(self: Writer, shard: Any) -> list[dict]:
@@ -214,14 +215,14 @@ def test_a_stopped_command_says_how_to_go_on(
             os.kill(os.getpid(), signal.SIGINT)
         return records(self, shard)
 
-    line = ["--target", str(target), "--count", "16", "--shard_size", "4", "--max_new_tokens", "6"]
+    line = ["--target", str(target), "--count", "200", "--max_new_tokens", "6"]
     line += ["--max_turn_tokens", "48"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(Writer, "_records", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")
-    assert 1 <= len([*(tmp_path / "stopped" / "train.shards").glob("shard-*")]) <= 3
+    assert 1 <= len([*(tmp_path / "stopped" / "train.shards").glob("shard-*-of-00100")]) < 100
     for name in ("stopped", "straight"):
         main([*line, "--output_dir", str(tmp_path / name)])
     assert (tmp_path / "stopped/train.jsonl").read_bytes() == (tmp_path / "straight/train.jsonl").read_bytes()
@@ -323,13 +324,19 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
     assert "asked.jsonl, line 1: " in (error := capsys.readouterr().err) and error.endswith("; no prompt is left\n")
 
 
-def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
+def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is deleted meanwhile is not created again, because it would have no lock."""
     given = settings(target, tmp_path, count=4)
     with (
         SplitShards(given, 4).claimed({"seed": 0}),
         pytest.raises(UserError, match=rf"another run \(process {os.getpid()} "),
     ):
         regenerate(given)
+    shutil.rmtree(folder := tmp_path / "train.shards")
+    monkeypatch.setattr(Writer, "_records", lambda *_: shutil.rmtree(folder) or [])
+    with pytest.raises(UserError, match=r"shard-00000-of-00001: cannot be written \(No such file or directory\)"):
+        regenerate(replace(given, temperatures=(1.0,), max_turn_tokens=48))
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("content", ["", "a: ["])

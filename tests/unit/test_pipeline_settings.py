@@ -61,8 +61,10 @@ def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path
     facts = stage_facts(stage, 0)
     assert facts["trainer.model.kv_layers"] == [18]
     for split in ("train", "validation"):
-        write_atomically(answers_file(tmp_path, "chat", split), "{}\n")
-    write_atomically(tmp_path / "stage1" / "settings.json", json.dumps(facts | {"trainer.learning_rate": 2e-3}))
+        write_atomically(answers_file(tmp_path, "chat", split), "{}\n", make_folder=True)
+    write_atomically(
+        tmp_path / "stage1" / "settings.json", json.dumps(facts | {"trainer.learning_rate": 2e-3}), make_folder=True
+    )
     with pytest.raises(
         UserError, match=r"made with trainer\.learning_rate 0\.002, not 0\.004; use another --output_dir"
     ):
@@ -75,7 +77,7 @@ def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
     stage.answers, stage.replay = ["code"], {"chat": 3, "short": 9, "gsm8k": 1}
     for name in ("code", "chat", "short"):
         lines = [json.dumps({"text": f"{name}\u2028{n}"}, ensure_ascii=False) + "\n" for n in range(7)]
-        write_atomically(answers_file(tmp_path, name, "train"), "".join(lines))
+        write_atomically(answers_file(tmp_path, name, "train"), "".join(lines), make_folder=True)
     whole, *parts = map(Path, training_files(tmp_path, stage))
     assert whole == answers_file(tmp_path, "code", "train")
     texts = [[record["text"] for record in read_jsonl(part)] for part in parts]
@@ -105,7 +107,7 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
     short, long = [(10.0, 10.0), (30.0, 10.0)], [(5.0, 10.0)]
     scores = {"none": {"short": [(10.0, 10.0), (5.0, 10.0)], "long": long}, "two": {"short": short, "long": long}}
     scores["three"] = {"short": short, "long": [(9.0, 10.0)]}
-    write_atomically(tmp_path / "probes" / "layers.json", json.dumps(scores))
+    write_atomically(tmp_path / "probes" / "layers.json", json.dumps(scores), make_folder=True)
     assert best_candidate(scores) == "three"
     rows = probe_table(scores).set_index("candidate")
     assert (rows["short"]["two"], rows["short, relative"]["none"]) == ("3.000", "")

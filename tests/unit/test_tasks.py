@@ -138,7 +138,9 @@ def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: s
     with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}") as error:
         read_prompt(tmp_path / "prompts.json", "lcc")
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"nowhere\.json is not a readable JSON file \{task: prompt\} \(No such file or directory\)$"):
+    with pytest.raises(
+        UserError, match=r"nowhere\.json is not a readable JSON file \{task: prompt\} \(No such file or directory\)$"
+    ):
         read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
