@@ -10,7 +10,6 @@ that exceed the L2 cache.
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
-from benchmarks.tables import formatted, markdown_header, markdown_line
-from longspec.errors import UserError, reports_user_errors
+from benchmarks.tables import formatted, markdown_header, markdown_line, print_result
+from longspec.errors import reports_user_errors
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.torch.attention import DecodingAttention
 
@@ -65,8 +64,6 @@ COLUMNS = {
 @reports_user_errors
 def main() -> None:
     options = parse_options()
-    if not torch.cuda.is_available():
-        raise UserError("benchmarks.attention: needs a CUDA device; none is available")
     ceilings = measure_ceilings()
     print(ceilings)
     print(markdown_header(list(COLUMNS)), flush=True)
@@ -74,8 +71,7 @@ def main() -> None:
     for shape in ROWS:
         rows.append(measure(*shape, ceilings, options))
         print(markdown_line(formatted(rows[-1], COLUMNS)), flush=True)
-    facts = ceilings.describe() | {"triton": triton.__version__, "config": vars(options)}
-    print(json.dumps({"benchmark": "attention", "unit": "us", "rows": rows} | facts))
+    print_result("attention", options, unit="us", rows=rows, triton=triton.__version__, **ceilings.describe())
 
 
 def parse_options() -> argparse.Namespace:

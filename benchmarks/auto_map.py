@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from benchmarks.engines import read_prompts
 from benchmarks.picture import draw_map
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, print_result
 from longspec.cli.options import PairOptions
 from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
@@ -56,11 +56,10 @@ def main() -> None:
         rows.append({"temperature": temperature, "context": context, "batch": batch} | speeds)
         tqdm.write(json.dumps(rows[-1]))
     print(table(rows))
+    device = device_name(pair.model.device)
     if options.picture:
-        draw_map(rows, options.picture, f"{options.model}, {device_name(pair.model.device)}")
-    settings = json.loads(json.dumps(vars(options), default=str))
-    facts = {"device": device_name(pair.model.device), "config": settings}
-    print(json.dumps({"benchmark": "auto_map", "rows": rows} | facts), flush=True)
+        draw_map(rows, options.picture, f"{options.model}, {device}")
+    print_result("auto_map", options, rows=rows, device=device)
 
 
 def cell_speeds(

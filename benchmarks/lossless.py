@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
-from benchmarks.tables import formatted, markdown
+from benchmarks.tables import formatted, markdown, print_result
 from longspec import generate
 from longspec.data.prompts import loops
 from longspec.errors import UserError, reports_user_errors
+from longspec.inference.device import versions
 from longspec.inference.drafting.proposal import chain as chain_proposal
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import FusedRunner
@@ -67,14 +67,8 @@ def main() -> None:
         print(table(divergences, errors[name]), flush=True)
         del model, pair
 
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "config": vars(options),
-    }
     results = {"runs": rows, "logit_rms_error": errors, "looping_outputs": looping}
-    print(json.dumps({"benchmark": "lossless"} | results | facts, default=str))
+    print_result("lossless", options, device=torch.cuda.get_device_name(), versions=versions(), **results)
 
 
 def parse_options() -> argparse.Namespace:

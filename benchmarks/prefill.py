@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -16,8 +15,9 @@ from transformers import DynamicCache
 
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.tables import print_result
 from longspec import generate
-from longspec.errors import UserError, reports_user_errors
+from longspec.errors import reports_user_errors
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 
@@ -34,9 +34,7 @@ def main() -> None:
     parser.add_argument("--generate_lens", type=int, nargs="*", default=default_lens, help="prompts to continue")
     parser.add_argument("--runs", type=int, default=3, help="timed prefills; the median is reported")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UserError("benchmarks.prefill: needs a CUDA device; none is available")
-    model = random_pair(options.shape)
+    ceilings, model = measure_ceilings(), random_pair(options.shape)
     weights = torch.cuda.memory_allocated()
 
     prefills, generations = [], []
@@ -59,12 +57,7 @@ def main() -> None:
             f"round {row['round_ms']:.2f} ms"
         )
 
-    facts = measure_ceilings().describe()
-    print(
-        json.dumps(
-            {"benchmark": "prefill", "prefill": prefills, "generate": generations, "shape": options.shape} | facts
-        )
-    )
+    print_result("prefill", options, prefill=prefills, generate=generations, **ceilings.describe())
 
 
 def ours(model: GlideMixin, ids: Tensor) -> None:

@@ -71,6 +71,11 @@ def peers_table(peers: Sequence[Result]) -> str:
     return markdown(["shape", "context", "implementation", "ms per token"], rows)
 
 
+def print_result(benchmark: str, options: argparse.Namespace, **results: Any) -> None:
+    """Print the last line of a benchmark: its name, options and results as JSON."""
+    print(json.dumps({"benchmark": benchmark, "config": vars(options), **results}, default=str), flush=True)
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([markdown_header(header), *map(markdown_line, rows)])
 
