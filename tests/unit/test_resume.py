@@ -22,7 +22,7 @@ from training_fixtures import (
 from transformers import LlamaConfig
 
 from longspec.errors import UserError
-from longspec.locks import LOCK_NAME, FolderLock
+from longspec.locks import LOCK_NAME, locked
 from longspec.models.content import target_digests
 from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
@@ -196,30 +196,32 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
     for output in (work / "out", work / "empty"):
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
         output.mkdir(exist_ok=True)
-        lock = FolderLock(output)
-        said = refusal(config, capsys)
-        assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
-        assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
-        lock.release()
+        with locked(output):
+            said = refusal(config, capsys)
+            assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
+            assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
     for output, reason in ((work / "out" / LOCK_NAME, "Not a directory"), (work / "gone", "No such file or directory")):
-        with pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)"):
-            FolderLock(output)
+        with (
+            pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \({reason}\)"),
+            locked(output),
+        ):
+            pass
 
 
 def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
     reading, writing = os.pipe()
     started, child_started = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writing)
-        os.write(child_started, b"1")
-        os.read(reading, 1)
-        os._exit(0)
-    os.read(started, 1)  # only then has the child run what is registered for it
-    lock.release()
-    FolderLock(tmp_path).release()
+    with locked(tmp_path):
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os.write(child_started, b"1")
+            os.read(reading, 1)
+            os._exit(0)
+        os.read(started, 1)  # only then has the child run what is registered for it
+    with locked(tmp_path):
+        pass
     os.close(writing)
     os.waitpid(child, 0)
     for descriptor in (reading, started, child_started):
