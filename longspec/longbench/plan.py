@@ -182,10 +182,9 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
     prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
-    family = config.model_type
-    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
-    lengths = options.test_length, options.min_prompt_len, longest
-    selection = select_prompts(options.task, questions, family, tokenizer, chat_format, *lengths)
+    data = options.task, options.data_path_prefix
+    questions = read_questions(*data, config.model_type, tokenizer, chat_format, prompt)
+    selection = select_prompts(options.task, questions, tokenizer, options.test_length, options.min_prompt_len, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
     check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
