@@ -239,6 +239,8 @@ def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
     def refused(draft: Path, *more: str) -> str:
         return refusal(capsys, arguments(target, data, tmp_path / "out", *more, draft=draft))
 
+    without = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
+    assert "method: seq needs a trained draft" in refusal(capsys, without)
     assert "gamma: 4 levels, but the draft's window is 4" in refused(narrow, "--method", "seq")
     assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow)
     assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow, "--method", "auto")
@@ -288,15 +290,6 @@ def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
     assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 
-def test_bad_data_is_refused(setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, data = setting
-    assert "lcc.jsonl: no such file" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
-    (tmp_path / "lcc.jsonl").write_text((data / "lcc.jsonl").read_text() + '{"_id": "r3", "context"\n')
-    assert "lcc.jsonl, line 4: not a JSON line" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
-    (tmp_path / "lcc.jsonl").write_text('{"_id": "r3", "input": "a"}\n')
-    assert "line 1: field 'context'" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
-
-
 def test_a_draft_of_another_target_is_refused(
     setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,14 +311,6 @@ def test_a_draft_of_another_target_is_refused(
     assert "broken.pth" in refused(tmp_path / "broken.pth")
     (tmp_path / "empty").mkdir()
     assert "no draft in this folder" in refused(tmp_path / "empty")
-
-
-def test_a_method_with_a_draft_asks_for_it(
-    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target, data = setting
-    line = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
-    assert "method: seq needs a trained draft" in refusal(capsys, line)
 
 
 def test_a_tokenizer_that_is_not_the_targets_is_refused(

@@ -11,29 +11,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from pipeline_fixtures import TEMPLATE
 from tiny_tokenizer import byte_tokenizer
-from torch import Tensor
 from training_fixtures import make_target
 from transformers import AutoTokenizer
 
-from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
-from longspec.inference.answering import Listener, answer_all
-from longspec.inference.engine.requests import Request
-from longspec.inference.methods import Drafting
 from longspec.inference.pairs import PAIRS, Pair
-from longspec.inference.request import Sampling, row_seed
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
 from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
-
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +55,6 @@ def settings(target: Path, output: Path, **changes: object) -> Settings:
 def read(path: Path | None) -> list[dict]:
     assert path is not None
     return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> None:
-    """Greedy rows stand next to sampled ones, and rows are given to waiting prompts at different times."""
-    model, _ = load_pair(str(target))
-    prompts = [torch.arange(6, 6 + length) for length in (3, 17, 5, 40, 8, 9, 30, 4, 11, 20, 6, 15)]
-    # One row in four has a long answer, so the others end first and the batch leaves it behind.
-    stops, limits = [40, 41, 42], [24 if row % 4 == 1 else 5 + row % 3 for row in range(len(prompts))]
-    temperatures = [0.7 if row % 4 == 0 else 0.0 for row in range(len(prompts))]
-    samplings = [Sampling(temperature, seed=row_seed(0, row)) for row, temperature in enumerate(temperatures)]
-    requests = [
-        Request(*one, frozenset(stops)) for one in zip(map(Tensor.tolist, prompts), limits, samplings, strict=True)
-    ]
-    answers: list[list[int]] = [[] for _ in prompts]
-    again: list[list[int]] = [[] for _ in prompts]
-    for batch_size, found in ((4, answers), (3, again)):
-        listener = Listener(lambda number, event, found=found: found[number].extend(event.ids), in_blocks=True)
-        answer_all(model, Drafting("vanilla"), requests, batch_size, listener)
-    assert again == answers
-    for row, answer in enumerate(answers):
-        settings = {"method": "vanilla", "max_new_tokens": limits[row], "eos_token_id": stops, "seed": row_seed(0, row)}
-        alone = generate(model, prompts[row][None], temperature=temperatures[row], **settings)
-        assert answer == alone.new_tokens[0].tolist()
-        assert not set(stops) & set(answer[:-1])
-    lengths = [len(answer) for answer in answers]
-    assert any(length < limit for length, limit in zip(lengths, limits, strict=True))
-    assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
 
 
 def test_progress_counts_each_prompt_once_and_as_soon_as_its_answer_is_complete(

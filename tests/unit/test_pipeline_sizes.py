@@ -110,22 +110,19 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     assert note.endswith(line.removeprefix("error: "))
 
 
-def test_a_quantized_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = make_chat_target(tmp_path / "target") / "config.json"
+def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is quantized, and one without a chat template."""
+    file, plain = make_chat_target(tmp_path / "target") / "config.json", make_target(tmp_path / "plain")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        command.main([str(file.parent)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is quantized; train the draft for the unquantized weights" in line
-
-
-def test_a_target_without_a_chat_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_target(tmp_path / "target")
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
-    assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for folder, problem in (
+        (file.parent, "is quantized; train the draft for the unquantized weights"),
+        (plain, "has no chat template"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert problem in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("option", "value"), [("hours", "nan"), ("hours", "inf"), ("hours", "0"), ("contexts", "-5")])

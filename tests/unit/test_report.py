@@ -63,11 +63,16 @@ def test_acceptance_is_pooled_over_passes_not_averaged_over_samples() -> None:
     assert pooled.peak_memory_bytes == 1000
 
 
-def test_summary_pools_samples_and_weighs_first_tokens_by_sample(tmp_path: Path) -> None:
-    report = opened(tmp_path)
+def two_batches(folder: Path) -> dict:
+    """Samples a and b, which were decoded together, and c; the summary."""
+    report = opened(folder)
     report.add(two_lines())
     report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
-    summary = finish(report)
+    return finish(report)
+
+
+def test_summary_pools_samples_and_weighs_first_tokens_by_sample(tmp_path: Path) -> None:
+    summary = two_batches(tmp_path)
     assert summary["samples"] == 3 and summary["new_tokens"] == 15
     assert summary["mean_acceptance_length"] == pytest.approx(2.0)
     assert summary["accepted_by_depth"] == [3, 2]
@@ -98,20 +103,6 @@ def test_a_run_without_passes_has_null_instead_of_nan(tmp_path: Path) -> None:
     assert summary["mean_acceptance_length"] is None and summary["tokens_per_second"] is None
     assert lines_of(tmp_path)[0]["acceptance_length"] is None
     assert "acceptance length    -" in table(summary)
-
-
-def two_batches(folder: Path) -> dict:
-    """Samples a and b, which were decoded together, and c; the summary."""
-    report = opened(folder)
-    report.add(two_lines())
-    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
-    return finish(report)
-
-
-def test_the_summary_follows_from_the_lines_on_disk(tmp_path: Path) -> None:
-    summary = two_batches(tmp_path)
-    assert opened(tmp_path).done == {0, 1, 2}
-    assert finish(opened(tmp_path)) == summary
 
 
 @pytest.mark.parametrize(("lines", "cut"), [(2, 0), (2, 9), (1, 0), (1, 9), (0, 9)])
