@@ -81,7 +81,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure(shape: tuple[str, int, int, int], ceilings: Ceilings, options: argparse.Namespace) -> dict[str, Any]:
-    """TIMES of one of ROWS, and errors: the norm of the difference from fp32 arithmetic, divided by its result's norm."""
+    """TIMES of one of ROWS, and errors: the norm of the difference from fp32 arithmetic over that of its result."""
     model, heads, kv_heads, prefix = shape
     inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
     cuda = torch.device("cuda")

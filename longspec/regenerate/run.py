@@ -17,14 +17,14 @@ from longspec.data.record_fields import unread_note
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.device import versions
-from longspec.inference.load_pair import load_pair
+from longspec.inference.load_pair import load_pair, read_target
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
 from longspec.inference.registry import draft_in_use, named_pair
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
-from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
+from longspec.models.target_files import read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import LATER, Settings, check_settings
 from longspec.regenerate.shards import SplitShards, shard_size
@@ -95,10 +95,9 @@ def _prepare(
     """
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
-    pair = named_pair(settings.target, settings.draft)
+    named = named_pair(settings.target, settings.draft)
+    pair, config, tokenizer = read_target(named, settings.chat_template_kwargs)
     target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
-    config = read_config(target)
-    tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     report_ignored(read_generation_config(target, config), target, (), report)
