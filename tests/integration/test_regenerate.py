@@ -30,9 +30,7 @@ from longspec.regenerate.writer import Writer
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target whose EOS is so likely that answers end at many lengths."""
     folder = make_target(tmp_path_factory.mktemp("target"), eos_token_id=2)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -148,13 +146,10 @@ def test_loops_are_told_from_text_even_at_its_end() -> None:
     assert loops(text + [7, 8, 9] * 40)
 
 
-def test_user_turns_open_as_the_chat_template_says(target: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    assert user_turn_marks(tokenizer) == ("<|im_start|>user\n", "<|im_end|>\n")
-    tokenizer.chat_template = None
+def test_user_turns_open_as_the_chat_template_says() -> None:
+    assert user_turn_marks(byte_tokenizer(TEMPLATE)) == ("<|im_start|>user\n", "<|im_end|>\n")
     with pytest.raises(UserError, match="no chat template"):
-        user_turn_marks(tokenizer)
+        user_turn_marks(byte_tokenizer())
 
 
 def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,12 +257,11 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, path = make_target(tmp_path / "target", eos_token_id=2), tmp_path / "asked.jsonl"
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}"
         "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
-    tokenizer.save_pretrained(target)
+    byte_tokenizer(template).save_pretrained(target)
     good = {"messages": [{"role": "user", "content": "one"}]}
     bad = {"messages": good["messages"] * 2}
     path.write_text("".join(json.dumps(record) + "\n" for record in [good] * 4 + [bad]))

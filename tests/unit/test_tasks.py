@@ -89,8 +89,7 @@ def test_prompts_of_the_published_pairs_are_the_published_ones(tmp_path: Path, t
 
 @pytest.mark.parametrize("task", LONGBENCH)
 def test_prompts_of_other_targets_are_longbenchs(tmp_path: Path, task: str) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     assert asked(tmp_path, task, "llama", tokenizer, "tokenizer") == f"[user]{LONGBENCH_PROMPTS[task]}"
     assert asked(tmp_path, task, "llama", byte_tokenizer(), "plain") == LONGBENCH_PROMPTS[task]
 
@@ -163,7 +162,5 @@ def test_bad_records_are_named(tmp_path: Path, lines: list[object] | None, compl
     with pytest.raises(UserError, match=complaint):
         read_questions("lcc", tmp_path)
     write_task(tmp_path, "lcc", record())
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('order') }}"
     with pytest.raises(UserError, match=r"lcc\.jsonl, line 1: .*order"):
-        read_questions("lcc", tmp_path, "llama", tokenizer, "tokenizer")
+        read_questions("lcc", tmp_path, "llama", byte_tokenizer("{{ raise_exception('order') }}"), "tokenizer")
