@@ -27,7 +27,7 @@ from longspec.models.draft_files import load_draft
 from longspec.models.target_files import read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
 from longspec.regenerate.settings import LATER, Settings, check_settings
-from longspec.regenerate.shards import SplitShards, shard_size
+from longspec.regenerate.shards import SplitShards, identity, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -63,9 +63,7 @@ def regenerate(
             stack.enter_context(shards.claimed(facts))
             return shards.missing()
 
-        # The versions of the libraries do not determine the text.
-        identity = {name: value for name, value in facts.items() if name != "versions"}
-        missing = agree(claim, identity, shards.folder, replicas)
+        missing = agree(claim, identity(facts), shards.folder, replicas)
         if missing:
             writer = replicas.together(make_writer)
 
@@ -118,11 +116,9 @@ def _prepare(
 
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:
     """Print a line on the prompts that the chat template rejects. Raises UserError if it rejects all."""
-    kept = 0
     rejected: list[str] = []
-    for start in range(0, total, settings.shard_size):
-        end = min(start + settings.shard_size, total)
-        kept += len(files.read(start, end, family, tokenizer, settings.chat_format, rejected))
+    given = family, tokenizer, settings.chat_format, rejected
+    kept = sum(len(files.read(number, number + 1, *given)) for number in range(total))
     if rejected:
         line = f"{len(rejected)} of {kept + len(rejected)} prompts left out; the first one: {rejected[0]}"
         if not kept:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -73,10 +73,7 @@ class SplitShards:
             self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             if file.exists():
-                stored = _read_facts(file)
-                # Versions of libraries may differ.
-                compared = [name for name in facts if name != "versions"]
-                if differing := differences(*({name: one.get(name) for name in compared} for one in (stored, facts))):
+                if differing := differences(identity(_read_facts(file)), identity(facts)):
                     raise UserError(
                         f"{self.folder}: has shards of a different run ({differing}); give another output folder, or "
                         "remove this one"
@@ -119,6 +116,11 @@ class SplitShards:
         write_atomically(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
         write_atomically(self.output, "".join(lines))
         return self.output
+
+
+def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that determine the text: all but the versions of the libraries."""
+    return {name: value for name, value in facts.items() if name != "versions"}
 
 
 def _read_facts(file: Path) -> dict[Any, Any]:

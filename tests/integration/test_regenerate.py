@@ -103,7 +103,7 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
     """A resumed run writes only the missing shards, which have the size of those that exist."""
-    given = settings(target, tmp_path, files=(str(questions),))
+    given = settings(target, tmp_path, files=(str(questions),), top_p=0.99)
     whole = regenerate(given)
     first = Path(str(whole)).read_bytes()
     shards = sorted((tmp_path / "train.shards").glob("shard-*"))
@@ -113,8 +113,9 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     Path(str(whole)).unlink()
     assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
-    with pytest.raises(UserError, match=r"has shards of a different run \(seed: 0 there, 1 here\)"):
-        regenerate(settings(target, tmp_path, files=(str(questions),), seed=1))
+    for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, null here"):
+        with pytest.raises(UserError, match=rf"has shards of a different run \({differing}\)"):
+            regenerate(replace(given, **other))
 
 
 def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
