@@ -6,7 +6,7 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
 from longspec.models.target_files import read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
-from longspec.regenerate.settings import LATER, Settings, check_settings
+from longspec.regenerate.settings import NOT_STORED, Settings, check_settings
 from longspec.regenerate.shards import SplitShards, identity, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
@@ -131,10 +131,9 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
     # As YAML will store it: tuples become lists.
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
-    defaults = {field.name: field.default for field in fields(Settings)}
-    for name in ("chat_template_kwargs", *LATER):
-        if getattr(settings, name) == defaults[name]:
-            del facts[name]  # folders of earlier versions lack this key
+    for name, default in NOT_STORED.items():
+        if getattr(settings, name) == default:
+            del facts[name]
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
     facts["versions"] = versions()

@@ -16,7 +16,7 @@ from longspec.data.records import Record, RecordError, read_records
 from longspec.errors import UserError, os_errors
 from longspec.jobs.job import differences
 from longspec.locks import locked
-from longspec.regenerate.settings import Settings
+from longspec.regenerate.settings import NOT_STORED, Settings
 from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
@@ -119,8 +119,8 @@ class SplitShards:
 
 
 def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that determine the text: all but the versions of the libraries."""
-    return {name: value for name, value in facts.items() if name != "versions"}
+    """The facts that determine the text, those at their defaults included, without the versions of the libraries."""
+    return {name: value for name, value in (NOT_STORED | facts).items() if name != "versions"}
 
 
 def _read_facts(file: Path) -> dict[Any, Any]:

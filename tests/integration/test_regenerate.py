@@ -113,7 +113,7 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     Path(str(whole)).unlink()
     assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
-    for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, null here"):
+    for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, 1.0 here"):
         with pytest.raises(UserError, match=rf"has shards of a different run \({differing}\)"):
             regenerate(replace(given, **other))
 
