@@ -120,7 +120,7 @@ class SplitShards:
 
 def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that determine the text, those at their defaults included, without the versions of the libraries."""
-    return {name: value for name, value in (NOT_STORED | facts).items() if name != "versions"}
+    return {name: value for name, value in {**NOT_STORED, **facts}.items() if name != "versions"}
 
 
 def _read_facts(file: Path) -> dict[Any, Any]:
