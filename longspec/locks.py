@@ -23,15 +23,16 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of an existing folder inside the context: an exclusive `flock` on a file in it.
+    """Hold the lock of a folder, which is created if needed, inside the context: an exclusive `flock` on a file in it.
 
     The kernel releases it when the process ends, even by a crash. On NFS it is effective across hosts. The file holds
     the holder's name and is never removed, because a second run may already have opened it. Raises UserError, and
-    changes nothing, if another run holds the lock or the file cannot be written.
+    changes nothing, if another run holds the lock, and if the file cannot be written.
     """
     file = Path(folder) / LOCK_NAME
     with ExitStack() as stack:
         with os_errors(f"output_dir: {file} cannot be written"):
+            file.parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(file.open("a+b", buffering=0))
             if not _flock(stream, file):
                 stream.seek(0)

@@ -74,7 +74,6 @@ def draft(options: argparse.Namespace, command: str) -> None:
         raise UserError(refusal)
     if not options.yes and not settings_file(root).exists():
         ask()
-    root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         write_atomically(settings_file(root), settings_yaml(settings))
         run_steps(steps, root, planned)

@@ -13,7 +13,7 @@ import yaml
 from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
 from longspec.data.records import Record, RecordError, read_records
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.jobs.job import differences
 from longspec.locks import locked
 from longspec.regenerate.settings import NOT_STORED, Settings
@@ -69,8 +69,6 @@ class SplitShards:
         Raises UserError if another process writes to it, or if it has shards of a different run.
         """
         file = self.folder / PROVENANCE_NAME
-        with os_errors(f"{self.folder}: cannot be created"):
-            self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             if file.exists():
                 if differing := differences(identity(_read_facts(file)), identity(facts)):

@@ -158,12 +158,16 @@ def test_a_folder_that_is_deleted_between_two_steps_is_not_created_again(tmp_pat
     assert not root.exists()
 
 
-def test_a_folder_of_another_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_does_not_suit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of another plan, and one that cannot be created."""
     folder = make_chat_target(tmp_path / "target")
     command.main([str(folder), "--dry_run"])
     (tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
     with pytest.raises(SystemExit):
         command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([str(folder), "--output_dir", f"{tmp_path}/settings.yaml/out", "--yes"])
+    assert capsys.readouterr().err.endswith("settings.yaml/out/.lock cannot be written (Not a directory)\n")
     # More contexts than the target has positions are the same plan.
     command.main([str(folder), "--output_dir", str(tmp_path), "--contexts", "999999", "--dry_run"])
