@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -42,20 +43,11 @@ def main() -> None:
         ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
         implementations = {"ours": partial(ours, model, ids), "transformers": partial(theirs, model, ids)}
         for name, prefill in implementations.items():
-            row = {"prompt": length, "by": name} | timed(prefill, weights, options.runs)
-            prefills.append(row)
-            print(
-                f"prefill of {length} tokens: {name} {row['seconds']:.2f} s, "
-                f"{row['peak_gib']:.2f} GiB in addition to the weights"
-            )
+            prefills.append({"prompt": length, "by": name} | timed(prefill, weights, options.runs))
+            print("prefill", json.dumps(prefills[-1]), flush=True)
     for length in options.generate_lens:
-        row = generation(model, length, weights)
-        generations.append(row)
-        print(
-            f"generation after {length} tokens: {row['peak_over_weights_and_kv_gib']:.2f} GiB in addition to weights "
-            f"and KV, draft KV {row['draft_kv_mib']:.2f} MiB, first token {row['ttft_s']:.1f} s, "
-            f"round {row['round_ms']:.2f} ms"
-        )
+        generations.append(generation(model, length, weights))
+        print("generate", json.dumps(generations[-1]), flush=True)
 
     print_result("prefill", options, prefill=prefills, generate=generations, **ceilings.describe())
 
@@ -72,7 +64,7 @@ def theirs(model: GlideMixin, ids: Tensor) -> None:
 
 
 def timed(prefill: Callable[[], None], weights: int, runs: int) -> dict[str, float]:
-    """Median seconds of a prefill after one warm-up, and peak memory minus the weights."""
+    """Median seconds of a prefill after one warm-up, and peak memory in addition to the weights."""
     prefill()
     seconds = []
     torch.cuda.reset_peak_memory_stats()
