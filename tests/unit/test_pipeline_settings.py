@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from pipeline_fixtures import make_chat_target
 
+from experiments.arms import read_experiment
+from experiments.comparison import read_comparison
 from longspec.errors import UserError
 from longspec.pipeline import training
 from longspec.pipeline.files import answers_file, read_jsonl, training_files
@@ -54,6 +56,15 @@ def test_settings_read_back_as_they_were_written(tmp_path: Path) -> None:
     settings = load("evaluation.draft=some/folder")
     (tmp_path / "settings.yaml").write_text(settings_yaml(settings))
     assert load_settings(tmp_path / "settings.yaml") == settings == load_settings(settings)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_experiment_is_valid(file: Path) -> None:
+    settings = load_settings(file)
+    if file.stem.startswith("drafts_"):
+        assert read_comparison(settings).arms
+    elif settings.experiment:
+        assert read_experiment(settings).goals
 
 
 def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path: Path) -> None:
