@@ -10,7 +10,6 @@ that exceed the L2 cache.
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -20,11 +19,12 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from tqdm import tqdm
 
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
 from benchmarks.published_attention import published_attention
-from benchmarks.tables import formatted, markdown_header, markdown_line
-from longspec.errors import UserError, reports_user_errors
+from benchmarks.tables import print_result, table
+from longspec.errors import reports_user_errors
 from longspec.kernels.choice import choose_backend
 from longspec.kernels.torch.attention import DecodingAttention
 
@@ -32,7 +32,7 @@ HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
 LONGEST_DENSE = 40_000
 """Largest number of keys at which the baselines with a dense mask run."""
-ROWS = [
+ROWS: list[tuple[str, int, int, int]] = [
     *(("Llama-3-8B", 32, 8, slots) for slots in (4096, 32768, 131072, 262144)),
     *(("QwQ-32B", 40, 8, slots) for slots in (4096, 32768, 131072)),
     *(("Vicuna-7B", 32, 32, slots) for slots in (4096, 32768, 131072)),
@@ -65,17 +65,11 @@ COLUMNS = {
 @reports_user_errors
 def main() -> None:
     options = parse_options()
-    if not torch.cuda.is_available():
-        raise UserError("benchmarks.attention: needs a CUDA device; none is available")
     ceilings = measure_ceilings()
     print(ceilings)
-    print(markdown_header(list(COLUMNS)), flush=True)
-    rows = []
-    for shape in ROWS:
-        rows.append(measure(*shape, ceilings, options))
-        print(markdown_line(formatted(rows[-1], COLUMNS)), flush=True)
-    facts = ceilings.describe() | {"triton": triton.__version__, "config": vars(options)}
-    print(json.dumps({"benchmark": "attention", "unit": "us", "rows": rows} | facts))
+    rows = [measure(shape, ceilings, options) for shape in tqdm(ROWS)]
+    print(table(rows, COLUMNS))
+    print_result("attention", options, unit="us", rows=rows, triton=triton.__version__, **ceilings.describe())
 
 
 def parse_options() -> argparse.Namespace:
@@ -86,10 +80,9 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(
-    model: str, heads: int, kv_heads: int, prefix: int, ceilings: Ceilings, options: argparse.Namespace
-) -> dict[str, Any]:
-    """TIMES of a shape, and errors: the norm of the difference from fp32 arithmetic, divided by its result's norm."""
+def measure(shape: tuple[str, int, int, int], ceilings: Ceilings, options: argparse.Namespace) -> dict[str, Any]:
+    """TIMES of one of ROWS, and errors: the norm of the difference from fp32 arithmetic over that of its result."""
+    model, heads, kv_heads, prefix = shape
     inputs = make_inputs(heads, kv_heads, prefix, options.nodes)
     cuda = torch.device("cuda")
     backends = {name: choose_backend(name, cuda, torch.bfloat16, HEAD_DIM).attention for name in ("triton", "auto")}

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from benchmarks.engines import read_prompts
 from benchmarks.picture import draw_map
-from benchmarks.tables import markdown
+from benchmarks.tables import print_result, table
 from longspec.cli.options import PairOptions
 from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
@@ -33,6 +33,11 @@ FIXED: dict[str, dict[str, Any]] = {
     "tree 69": {"method": "tree"},
 }
 METHODS = {**FIXED, AUTO: {"method": AUTO}}
+COLUMNS = {
+    **{"temperature": "g", "context": "", "batch": "", **dict.fromkeys(METHODS, ".0f")},
+    **{"best": "", "over_vanilla": ".2f", "over_best": ".2f"},
+}
+"""Entries of a row in the table, with their formats: the cell, tokens/s by method, and `auto` next to the others."""
 WARM_UP_TOKENS = 16
 SEED = 0
 
@@ -55,12 +60,11 @@ def main() -> None:
         speeds = cell_speeds(pair, chosen, batch, options.tokens, temperature)
         rows.append({"temperature": temperature, "context": context, "batch": batch} | speeds)
         tqdm.write(json.dumps(rows[-1]))
-    print(table(rows))
+    print(table([row | row["tokens_per_s"] for row in rows], COLUMNS))
+    device = device_name(pair.model.device)
     if options.picture:
-        draw_map(rows, options.picture, f"{options.model}, {device_name(pair.model.device)}")
-    settings = json.loads(json.dumps(vars(options), default=str))
-    facts = {"device": device_name(pair.model.device), "config": settings}
-    print(json.dumps({"benchmark": "auto_map", "rows": rows} | facts), flush=True)
+        draw_map(rows, options.picture, f"{options.model}, {device}")
+    print_result("auto_map", options, rows=rows, device=device)
 
 
 def cell_speeds(
@@ -87,18 +91,6 @@ def cell_speeds(
     best = max(FIXED, key=lambda name: speeds[name])
     ratios = {"over_vanilla": speeds[AUTO] / speeds["vanilla"], "over_best": speeds[AUTO] / speeds[best]}
     return {"tokens_per_s": speeds, "best": best} | ratios
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One row per cell."""
-    header = ["T", "context", "batch", *METHODS, "best fixed", "auto over vanilla", "auto over best"]
-    cells = [
-        [f"{row['temperature']:g}", row["context"], str(row["batch"])]
-        + [f"{row['tokens_per_s'][name]:.0f}" for name in METHODS]
-        + [row["best"], f"{row['over_vanilla']:.2f}", f"{row['over_best']:.2f}"]
-        for row in rows
-    ]
-    return markdown(header, cells)
 
 
 def parse_options() -> argparse.Namespace:

@@ -10,11 +10,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
 from statistics import mean, median, stdev
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 from tqdm import tqdm
 
@@ -30,6 +34,8 @@ SETTINGS: dict[str, tuple[str, dict[str, str]]] = {
     "longspec, libgomp's default": ("auto", {"GOMP_SPINCOUNT": "300000"}),
 }
 """Method and environment of each setting."""
+GENERATE: list[Callable[..., object]] = []
+"""The function of a process, once it has loaded the model."""
 PROMPT = "Explain step by step how a bicycle pump works."
 TARGET = "smollm2-135m"
 
@@ -39,22 +45,18 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=2, help="processes that compute without end")
     parser.add_argument("--turns", type=int, default=8, help="generations per setting")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens per generation")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        work(options.worker, options.tokens)
-        return
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(started(*SETTINGS[name], options.tokens)) for name in SETTINGS}
+        workers = {name: stack.enter_context(started(*SETTINGS[name])) for name in SETTINGS}
         for process in workers.values():
-            take_turn(process)  # compiles and measures
+            process.submit(take_turn, options.tokens).result()  # compiles and measures
         for _ in range(options.loops):
             loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(loop.kill)
         seconds: dict[str, list[float]] = {name: [] for name in SETTINGS}
         for _ in tqdm(range(options.turns), unit="turn", disable=None):
             for name, process in workers.items():
-                seconds[name].append(take_turn(process))
+                seconds[name].append(process.submit(take_turn, options.tokens).result())
     print(table(seconds))
     print(json.dumps({**vars(options), "cores": len(os.sched_getaffinity(0)), "seconds": seconds}))
 
@@ -70,29 +72,17 @@ def table(seconds: dict[str, list[float]]) -> str:
     return markdown(["setting", "minimum s", "median s", "maximum s", "seconds × baseline"], rows)
 
 
-@contextmanager
-def started(method: str, policy: dict[str, str], tokens: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the model and generates on request. The policy counts only when OpenMP is loaded."""
+def started(method: str, policy: dict[str, str]) -> ProcessPoolExecutor:
+    """A process that holds the model. The policy counts only when OpenMP is loaded."""
     environment = {name: value for name, value in os.environ.items() if name not in POLICIES} | policy
-    command = [sys.executable, "-m", "benchmarks.busy_cpu", "--worker", method, "--tokens", str(tokens)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with patch.dict(os.environ, environment, clear=True):
+        process = ProcessPoolExecutor(1, get_context("spawn"), load, (method,))
+        process.submit(os.getpid).result()  # starts it
+    return process
 
 
-def take_turn(process: subprocess.Popen[str]) -> float:
-    """Seconds of one generation."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return float(process.stdout.readline())
-
-
-def work(method: str, tokens: int) -> None:
-    """Answer each line of stdin with the seconds of a generation."""
+def load(method: str) -> None:
+    """Load the model of a process."""
     import longspec  # isort: skip  # before torch, as in the commands
 
     import torch
@@ -101,18 +91,20 @@ def work(method: str, tokens: int) -> None:
     from longspec.models.target_cache import resolve_target
 
     pair, tokenizer = longspec.load_pair(TARGET, device="cpu")
-    model: Any = pair
-    if method == TRANSFORMERS:
-        model = AutoModelForCausalLM.from_pretrained(resolve_target(TARGET), dtype=torch.float32)
     turns = [{"role": "user", "content": PROMPT}]
     inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    for _ in sys.stdin:
-        start = perf_counter()
-        if method == TRANSFORMERS:
-            model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-        else:
-            longspec.generate(model, inputs["input_ids"], method=method, max_new_tokens=tokens)
-        print(perf_counter() - start, flush=True)
+    if method == TRANSFORMERS:
+        target: Any = AutoModelForCausalLM.from_pretrained(resolve_target(TARGET), dtype=torch.float32)
+        GENERATE.append(partial(target.generate, **inputs, do_sample=False))
+    else:
+        GENERATE.append(partial(longspec.generate, pair, inputs["input_ids"], method=method))
+
+
+def take_turn(tokens: int) -> float:
+    """Seconds of one generation."""
+    start = perf_counter()
+    GENERATE[0](max_new_tokens=tokens)
+    return perf_counter() - start
 
 
 if __name__ == "__main__":

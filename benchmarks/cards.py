@@ -9,7 +9,7 @@ import argparse
 from benchmarks.ceilings import Ceilings
 from benchmarks.floors import round_floor_ms
 from benchmarks.shapes import SHAPES
-from benchmarks.tables import markdown
+from benchmarks.tables import table
 
 DATA_SHEETS = {
     "A100 80GB SXM": (2.039e12, 312e12),
@@ -37,8 +37,8 @@ def cards_table(shape: str, contexts: list[int], tree_shape: list[int]) -> str:
         for context in contexts:
             vanilla = round_floor_ms(SHAPES[shape], ceilings, [context], (), "glide")
             tree = round_floor_ms(SHAPES[shape], ceilings, [context], tree_shape, "glide")
-            rows.append([card, str(context), f"{vanilla:.2f}", f"{tree:.2f}", "arithmetic"])
-    return markdown(["card", "context", "vanilla, ms", "tree, ms", "source"], rows)
+            rows.append({"card, arithmetic": card, "context": context, "vanilla, ms": vanilla, "tree, ms": tree})
+    return table(rows, {"card, arithmetic": "", "context": "", "vanilla, ms": ".2f", "tree, ms": ".2f"})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 
+from longspec.errors import UserError
 from longspec.inference.engine.capture import CAPTURE_MODE
 
 
@@ -34,6 +35,9 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
+    """Raises UserError without a CUDA device."""
+    if not torch.cuda.is_available():
+        raise UserError("this benchmark needs a CUDA device; none is available")
     from benchmarks.read_bandwidth import measure_read_bandwidth  # needs Triton
 
     read_bytes_per_s = measure_read_bandwidth()

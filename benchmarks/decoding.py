@@ -17,7 +17,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +33,7 @@ from benchmarks.floors import round_floor_ms
 from benchmarks.parts import glide_draft, parts_of_round, sums_ms
 from benchmarks.picture import draw_rounds
 from benchmarks.shapes import SHAPES, random_pair
-from benchmarks.tables import round_name, tables
+from benchmarks.tables import print_result, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.engine.batch import Batch, Mode
@@ -54,48 +53,10 @@ from longspec.models.target_split import check_divisible
 from longspec.ranks.agreement import launched_ranks
 
 
-@dataclass
-class Measured:
-    """One method at one context. `round_ms` and `floor_ms` are device milliseconds per round."""
-
-    shape: str
-    context: int
-    batch: int
-    method: str
-    temperature: float
-    nodes: int
-    """Nodes that the target reads, the root included."""
-    columns: int | None
-    """Rows of the head of a draft with a vocabulary list; None without a list."""
-    round_ms: float
-    floor_ms: float
-    busy: float
-    """Device time of a round divided by its wall-clock time."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """Milliseconds per part of a round; empty except for a greedy tree. They add up to `round_ms`."""
-    sums_ms: float | None = None
-    """Milliseconds of a verification's sums over the ranks that share the target; None without other ranks."""
-    acceptance_length: float | None = None
-    """Tokens per round: 1 for vanilla, else measured on a real pair; None if no such figure was given."""
-
-    @property
-    def ratio(self) -> float:
-        return self.round_ms / self.floor_ms
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens/s of the batch at the acceptance length; None without one."""
-        if self.acceptance_length is None:
-            return None
-        return self.batch * self.acceptance_length / self.round_ms * 1e3
-
-
 @reports_user_errors
 def main() -> None:
     options = parse_options()
     acceptance = read_acceptance(options.acceptance)
-    if not torch.cuda.is_available():
-        raise UserError("benchmarks.decoding: needs a CUDA device; none is available")
     # Each capture collects garbage, for which the objects of the imported modules need not be searched.
     gc.freeze()
     with equal_ranks(options.tp_size):
@@ -120,15 +81,18 @@ def equal_ranks(tp_size: int) -> Iterator[None]:
 
 def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
     ceilings = measure_ceilings()
-    measurements: list[Measured] = []
+    rows: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
     print(ceilings)
-    print(HEADER)
     for shape in options.shapes:
         model = decoding_pair(shape)
         runner = FusedRunner(model, model_backend(model, options.attention))
         for lengths, setting in settings(options, model):
-            measurements.append(measure(shape, runner, lengths, setting.method, ceilings, setting, acceptance))
+            row = measure(runner, lengths, setting.method, ceilings, setting)
+            length = 1.0 if setting.method == "vanilla" else acceptance.get(key(setting.method, vars(setting)))
+            speed = length and row["batch"] * length / row["round_ms"] * 1e3
+            rows.append({"shape": shape, **row, "acceptance_length": length, "tokens_per_s": speed})
+            print(json.dumps(rows[-1]), flush=True)
         for context in options.contexts:
             for peer in options.peers if options.tp_size == 1 else []:
                 name = f"transformers, {peer} cache{', compiled' if peer == 'static' else ''}"
@@ -138,13 +102,10 @@ def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
         torch.cuda.empty_cache()
 
     if options.picture and model_parallel_rank_and_size()[0] == 0:
-        draw_rounds([row for row in measurements if row.parts], options.picture)
-    rows = [asdict(row) | {"ratio": row.ratio, "tokens_per_s": row.tokens_per_s} for row in measurements]
-    # Paths are the only options that JSON does not have.
-    config = json.loads(json.dumps(vars(options), default=str))
-    result = {"benchmark": "decoding", "rounds": rows, "peers": peers, "config": config} | ceilings.describe()
+        draw_rounds([row for row in rows if row["parts"]], options.picture)
+    result = {"rounds": rows, "peers": peers} | ceilings.describe()
     print(tables(result))
-    print(json.dumps(result), flush=True)
+    print_result("decoding", options, **result)
 
 
 def decoding_pair(shape: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> GlideMixin:
@@ -205,14 +166,15 @@ def parse_options() -> argparse.Namespace:
 
 @torch.no_grad()
 def measure(
-    shape: str,
-    runner: FusedRunner,
-    lengths: list[int],
-    method: str,
-    ceilings: Ceilings,
-    options: argparse.Namespace,
-    acceptance: Mapping[Key, float] | None = None,
-) -> Measured:
+    runner: FusedRunner, lengths: list[int], method: str, ceilings: Ceilings, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One method at one context.
+
+    nodes: those that the target reads, the root included. columns: rows of the head of a draft with a vocabulary list;
+    None without a list. round_ms, floor_ms: device milliseconds per round. busy: device time of a round divided by its
+    wall-clock time. parts: milliseconds per part of a round, which add up to `round_ms`; empty except for a greedy
+    tree. sums_ms: milliseconds of a verification's sums over the ranks that share the target; None without others.
+    """
     # The engine before this one is freed, and blocks that a capture could not free itself.
     gc.collect()
     torch.cuda.empty_cache()
@@ -243,23 +205,13 @@ def measure(
     columns = None if draft is None or draft.head is None else draft.columns
     ranks = model_parallel_rank_and_size()[1]
     floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified, columns, ranks)
-    measured = Measured(
-        shape,
-        max(lengths),
-        len(lengths),
-        method,
-        options.temperature,
-        verified,
-        columns,
-        round_ms,
-        floor_ms,
-        round_ms / wall_ms,
-        parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
-        sums_ms(engine),
-        1.0 if method == "vanilla" else (acceptance or {}).get(key(method, vars(options))),
-    )
-    print(line(measured), flush=True)
-    return measured
+    return {
+        **{"context": max(lengths), "batch": len(lengths), "method": method, "temperature": options.temperature},
+        **{"nodes": verified, "columns": columns, "busy": round_ms / wall_ms},
+        **{"round_ms": round_ms, "floor_ms": floor_ms, "ratio": round_ms / floor_ms},
+        "parts": parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
+        "sums_ms": sums_ms(engine),
+    }
 
 
 def filled_batch(runner: Runner, lengths: list[int], method: str, options: argparse.Namespace) -> tuple[Batch, Mode]:
@@ -306,21 +258,6 @@ def random_vocabulary(size: int, vocab: int) -> Tensor:
     if not 0 < size < vocab:
         raise UserError(f"--draft_vocabulary: {size}; the target has {vocab} tokens, so use 1 to {vocab - 1}")
     return torch.randperm(vocab, generator=torch.Generator().manual_seed(0))[:size].sort().values
-
-
-HEADER = (
-    f"{'shape':<11}{'context':>8}{'batch':>6} {'method':<34}{'ms':>8}{'floor':>8}{'ratio':>7}{'busy':>6}{'tokens/s':>9}"
-)
-
-
-def line(row: Measured) -> str:
-    sums = {} if row.sums_ms is None else {"sums over ranks": row.sums_ms}
-    parts = "  ".join(f"{name} {value:.2f}" for name, value in (row.parts | sums).items())
-    return (
-        f"{row.shape:<11}{row.context:>8}{row.batch:>6} {round_name(asdict(row)):<34}"
-        f"{row.round_ms:>8.2f}{row.floor_ms:>8.2f}{row.ratio:>7.2f}"
-        f"{row.busy:>6.2f}{row.tokens_per_s or float('nan'):>9.0f}  {parts}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One engine with one method, in a process of its own: `benchmarks.engines` starts it with the engine's interpreter.
 
-Reads a run as JSON on stdin and writes its result, and nothing else, to stdout. Engines are imported where they are used,
-because their environments exclude each other.
+Reads a run as JSON on stdin and writes its result, and nothing else, to stdout. Engines are imported where they are
+used, because their environments exclude each other.
 """
 
 from __future__ import annotations

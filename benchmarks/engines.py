@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_runs import ENGINES, RECOMMENDED, Run
+from benchmarks.tables import markdown, print_result
 from longspec.errors import UserError, reports_user_errors
 
 ROOT = Path(__file__).parents[1]
@@ -58,8 +59,7 @@ def main() -> None:
     for row in rows:
         row.pop("answers", None)
     print(table(rows, list(prompts), options.concurrent))
-    settings = json.loads(json.dumps(vars(options), default=str))
-    print(json.dumps({"benchmark": "engines", "rows": rows, "config": settings}), flush=True)
+    print_result("engines", options, rows=rows)
 
 
 def measure_method(
@@ -143,15 +143,15 @@ def count_same(rows: list[dict[str, Any]]) -> None:
 def table(rows: list[dict[str, Any]], contexts: list[str], concurrent: list[int]) -> str:
     """Markdown: tokens/s of one prompt per context, then of concurrent prompts."""
     columns = [*(f"1 × {context}" for context in contexts), *(f"{rows} at once" for rows in concurrent), "same"]
-    lines = [f"| engine | method | setting | {' | '.join(columns)} |", "|---|---|---|" + "---:|" * len(columns)]
+    lines = []
     for row in rows:
         if "error" in row:
             cells = [f"failed: {row['error']}", *[""] * (len(columns) - 1)]
         else:
             speeds = [*(row["single"][c] for c in contexts), *(row["concurrent"][str(n)] for n in concurrent)]
             cells = [*(f"{speed:,.0f}" for speed in speeds), row.get("same", "")]
-        lines.append(f"| {row['engine']} | {row['method']} | {row['setting']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([row["engine"], row["method"], row["setting"], *cells])
+    return markdown(["engine", "method", "setting", *columns], lines)
 
 
 def named(text: str) -> tuple[str, str]:

@@ -37,38 +37,33 @@ def round_floor_ms(
     without communication.
     """
     config = rank_config(config, 0, ranks)
+    kv_width, head_width = (
+        heads * head_dim(config) for heads in (config.num_key_value_heads, config.num_attention_heads)
+    )
+
+    def products(weights: int, tokens: int) -> float:
+        return ceilings.floor_ms(BYTES * weights, 2 * weights * tokens)
+
+    def attention(lengths: Sequence[int], queries: int) -> float:
+        return sum(ceilings.floor_ms(2 * BYTES * kv_width * n, 4 * head_width * n * queries) for n in lengths)
+
+    def lm_head(tokens: int, columns: int | None = None) -> float:
+        return products((columns or config.vocab_size) * config.hidden_size, tokens)
+
+    def target_pass(lengths: Sequence[int], nodes: int) -> float:
+        tokens = len(lengths) * nodes
+        layer = products(layer_weights(config), tokens) + attention(lengths, nodes)
+        return config.num_hidden_layers * layer + lm_head(tokens)
+
     batch = len(lengths)
-    nodes = verified or 1 + sum(widths)
-    total = _pass_ms(config, ceilings, lengths, nodes)
-    above = [1, *widths[:-1]] if widths else []
-    for width in above:
+    total = target_pass(lengths, verified or 1 + sum(widths))
+    for width in [1, *widths[:-1]] if widths else []:
         if drafted_by == "target":
-            total += _pass_ms(config, ceilings, [min(length, SINK + RECENT) for length in lengths], width)
+            total += target_pass([min(length, SINK + RECENT) for length in lengths], width)
         elif drafted_by == "glide":
-            total += _products_ms(ceilings, draft_weights(config), batch * width)
-            total += sum(_attention_ms(config, ceilings, length, width) for length in lengths)
-            total += _lm_head_ms(config, ceilings, batch * width, columns)
+            total += products(draft_weights(config), batch * width) + attention(lengths, width)
+            total += lm_head(batch * width, columns)
     return total
-
-
-def _pass_ms(config: Any, ceilings: Ceilings, lengths: Sequence[int], nodes: int) -> float:
-    attention = sum(_attention_ms(config, ceilings, length, nodes) for length in lengths)
-    layer = _products_ms(ceilings, layer_weights(config), len(lengths) * nodes) + attention
-    return config.num_hidden_layers * layer + _lm_head_ms(config, ceilings, len(lengths) * nodes)
-
-
-def _products_ms(ceilings: Ceilings, weights: int, tokens: int) -> float:
-    return ceilings.floor_ms(BYTES * weights, 2 * weights * tokens)
-
-
-def _lm_head_ms(config: Any, ceilings: Ceilings, tokens: int, columns: int | None = None) -> float:
-    return _products_ms(ceilings, (columns or config.vocab_size) * config.hidden_size, tokens)
-
-
-def _attention_ms(config: Any, ceilings: Ceilings, length: int, queries: int) -> float:
-    width = head_dim(config)
-    kv_bytes = 2 * BYTES * config.num_key_value_heads * width * length
-    return ceilings.floor_ms(kv_bytes, 4 * config.num_attention_heads * width * length * queries)
 
 
 def layer_weights(config: Any) -> int:

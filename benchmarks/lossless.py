@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
-from benchmarks.tables import formatted, markdown
+from benchmarks.tables import print_result, table
 from longspec import generate
 from longspec.data.prompts import loops
 from longspec.errors import UserError, reports_user_errors
+from longspec.inference.device import versions
 from longspec.inference.drafting.proposal import chain as chain_proposal
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import FusedRunner
@@ -64,17 +64,13 @@ def main() -> None:
         rows += divergences
         looping[name] = sum(map(loops, reference.tolist()))
         errors[name] = logit_errors(model, torch.cat([prompts, reference], 1), options)
-        print(table(divergences, errors[name]), flush=True)
+        figures = ", ".join(f"{kind} {error:.4f}" for kind, error in errors[name].items())
+        print(f"\n{name}: compared with vanilla, batch 1\n\n{table(divergences, COLUMNS)}")
+        print(f"\nRMS error of the logits against fp32: {figures}", flush=True)
         del model, pair
 
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "config": vars(options),
-    }
     results = {"runs": rows, "logit_rms_error": errors, "looping_outputs": looping}
-    print(json.dumps({"benchmark": "lossless"} | results | facts, default=str))
+    print_result("lossless", options, device=torch.cuda.get_device_name(), versions=versions(), **results)
 
 
 def parse_options() -> argparse.Namespace:
@@ -210,13 +206,6 @@ def read_on(model: GlideMixin, row: Tensor, prompt_len: int, steps: list[int]) -
         engine.cache.keep(path, counts, runner.backend)
         start += count
     return torch.cat(logits, 1)
-
-
-def table(rows: list[dict[str, Any]], errors: dict[str, float]) -> str:
-    figures = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
-    title = f"\n{rows[0]['dtype']}: compared with vanilla, batch 1\n\n"
-    cells = [formatted(row, COLUMNS) for row in rows]
-    return title + markdown(list(COLUMNS), cells) + f"\n\nRMS error of the logits against fp32: {figures}"
 
 
 if __name__ == "__main__":

@@ -19,86 +19,68 @@ def glide_draft(drafter: Any) -> GlideDraft | None:
     return draft if isinstance(draft, GlideDraft) else None
 
 
-class TreeRound:
-    """The parts of a tree round as separate calls. Attention and heads run on random inputs of the round's sizes."""
-
-    def __init__(self, engine: Rounds) -> None:
-        assert isinstance(engine.drafter, TreeDrafter)
-        self.engine, self.runner, self.cache = engine, engine.runner, engine.cache
-        assert isinstance(engine.drafter.draft, GlideDraft)
-        self.drafter, self.draft = engine.drafter, engine.drafter.draft
-        self.proposal = self.drafter.propose(engine.root, self.cache)
-        self.batch, self.nodes = self.proposal.tokens.shape
-        # The draft runs once for the root and once for each level but the last.
-        self.levels = [(0, 1), *enumerate(self.drafter.shape[:-1], 1)]
-
-        config, head_dim = self.runner.config, self.cache.keys.shape[-1]
-        heads = config.num_attention_heads // model_parallel_rank_and_size()[1]
-        widths = {1, self.nodes, *self.drafter.shape}
-        self.queries = {width: self._random(width, heads, head_dim).transpose(1, 2) for width in widths}
-        self.hidden = {width: self._random(width, config.hidden_size) for width in widths}
-
-        self.active = torch.ones(self.batch, dtype=torch.bool, device=self.runner.device)
-        self.static_hidden = engine.forward_tree(self.proposal, self.cache)
-        self.static_logits = self.runner.logits(self.static_hidden)
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(self.batch, *shape, dtype=self.runner.dtype, device=self.runner.device)
-
-    def propose(self) -> None:
-        self.drafter.propose(self.engine.root, self.cache)
-
-    def verify(self) -> None:
-        self.engine.verify(self.proposal)
-
-    def draft_attention(self) -> None:
-        attention, cache, draft = self.runner.attention, self.cache, self.draft
-        for level, width in self.levels:
-            visible = self.drafter.tree.visible[:, :width]
-            args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, draft.scale)
-            attention.window(self.queries[width], *args)
-            attention.prefix(self.queries[width], *cache.layer(-1), cache.lengths, draft.scale)
-
-    def verify_attention(self) -> None:
-        attend = self.runner.attention.hybrid(self.cache.lengths, self.proposal.visible)
-        for keys, values in zip(self.cache.keys, self.cache.values, strict=True):
-            attend(self.queries[self.nodes], keys, values, self.draft.scale)
-
-    def draft_lm_head(self) -> None:
-        head = self.draft.head or self.runner
-        for _, width in self.levels:
-            head.logits(self.hidden[width])
-
-    def verify_lm_head(self) -> None:
-        self.runner.logits(self.hidden[self.nodes])
-
-    def accept_and_compact(self) -> None:
-        with (
-            patch.object(self.drafter, "propose", lambda *_: self.proposal),
-            patch.object(self.engine, "forward_tree", lambda *_: self.static_hidden),
-            patch.object(self.runner, "logits", lambda _: self.static_logits),
-        ):
-            self.engine.round(self.active)
-
-
 def parts_of_round(engine: Rounds, round_ms: float) -> dict[str, float]:
     """Milliseconds per part of a tree round. Each part is captured and timed alone.
 
-    "draft rest", "verify rest" and "residual" are differences. The residual is the round minus the sum of its parts;
-    it is negative if they take less time within a round than alone.
+    Attention and heads run on random inputs of the round's sizes. "draft rest", "verify rest" and "residual" are
+    differences. The residual is the round minus the sum of its parts; it is negative if they take less time within a
+    round than alone.
     """
-    parts = TreeRound(engine)
-    calls = parts.propose, parts.verify, parts.draft_attention, parts.verify_attention, parts.draft_lm_head
-    propose, verify, draft_attention, verify_attention, draft_lm_head = map(captured_ms, calls)
-    verify_lm_head = captured_ms(parts.verify_lm_head)
+    drafter, runner, cache = engine.drafter, engine.runner, engine.cache
+    assert isinstance(drafter, TreeDrafter) and isinstance(drafter.draft, GlideDraft)
+    draft = drafter.draft
+    proposal = drafter.propose(engine.root, cache)
+    batch, nodes = proposal.tokens.shape
+    # The draft runs once for the root and once for each level but the last.
+    levels = [(0, 1), *enumerate(drafter.shape[:-1], 1)]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(batch, *shape, dtype=runner.dtype, device=runner.device)
+
+    heads, head_dim = runner.config.num_attention_heads // model_parallel_rank_and_size()[1], cache.keys.shape[-1]
+    widths = {1, nodes, *drafter.shape}
+    queries = {width: random(width, heads, head_dim).transpose(1, 2) for width in widths}
+    hidden = {width: random(width, runner.config.hidden_size) for width in widths}
+    verified = engine.forward_tree(proposal, cache)
+    logits, active = runner.logits(verified), torch.ones(batch, dtype=torch.bool, device=runner.device)
+
+    def draft_attention() -> None:
+        for level, width in levels:
+            visible = drafter.tree.visible[:, :width]
+            args = (draft.cache.keys, draft.cache.values, cache.lengths, level, visible, draft.scale)
+            runner.attention.window(queries[width], *args)
+            runner.attention.prefix(queries[width], *cache.layer(-1), cache.lengths, draft.scale)
+
+    def verify_attention() -> None:
+        attend = runner.attention.hybrid(cache.lengths, proposal.visible)
+        for keys, values in zip(cache.keys, cache.values, strict=True):
+            attend(queries[nodes], keys, values, draft.scale)
+
+    def draft_lm_head() -> None:
+        head = draft.head or runner
+        for _, width in levels:
+            head.logits(hidden[width])
+
+    def accept_and_compact() -> None:
+        with (
+            patch.object(drafter, "propose", lambda *_: proposal),
+            patch.object(engine, "forward_tree", lambda *_: verified),
+            patch.object(runner, "logits", lambda _: logits),
+        ):
+            engine.round(active)
+
+    ms = {part.__name__: captured_ms(part) for part in (draft_attention, verify_attention, draft_lm_head)}
+    propose = captured_ms(lambda: drafter.propose(engine.root, cache))
+    verify = captured_ms(lambda: engine.verify(proposal))
+    verify_lm_head = captured_ms(lambda: runner.logits(hidden[nodes]))
     # Last, because it alone changes the lengths of the cached rows.
-    accept = captured_ms(parts.accept_and_compact)
+    accept = captured_ms(accept_and_compact)
     return {
-        "draft attention": draft_attention,
-        "draft rest": propose - draft_attention - draft_lm_head,
-        "lm_head": draft_lm_head + verify_lm_head,
-        "verify attention": verify_attention,
-        "verify rest": verify - verify_attention - verify_lm_head,
+        "draft attention": ms["draft_attention"],
+        "draft rest": propose - ms["draft_attention"] - ms["draft_lm_head"],
+        "lm_head": ms["draft_lm_head"] + verify_lm_head,
+        "verify attention": ms["verify_attention"],
+        "verify rest": verify - ms["verify_attention"] - verify_lm_head,
         "accept + compact": accept,
         "residual": round_ms - propose - verify - accept,
     }

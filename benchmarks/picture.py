@@ -5,36 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
+import pandas
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def draw_rounds(rows: Sequence[Any], path: Path) -> None:
-    """Write a PNG with one bar per row and the row's floor as a line.
+def draw_rounds(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG with one bar per row of `benchmarks.decoding` and the row's floor as a line.
 
-    rows: objects with `shape`, `context`, `batch`, `parts` (milliseconds by name) and `floor_ms`. Parts that are
-    differences of two measurements can be negative; these are not drawn.
+    Parts that are differences of two measurements can be negative; these are not drawn.
     """
     figure, axes = plt.subplots(figsize=(2 + 1.3 * len(rows), 4.5), layout="constrained")
-    names = [f"{row.shape}\n{row.context // 1024}k" + (f", batch {row.batch}" if row.batch > 1 else "") for row in rows]
-
-    bottom = [0.0] * len(rows)
-    for part in rows[0].parts:
-        heights = [max(0.0, row.parts[part]) for row in rows]
-        axes.bar(names, heights, bottom=bottom, label=part, width=0.6)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-
-    for column, row in enumerate(rows):
-        label = "floor" if column == 0 else "_nolegend_"
-        axes.hlines(row.floor_ms, column - 0.35, column + 0.35, colors="black", label=label)
-
-    axes.set_ylabel("ms per round")
-    axes.set_title("Time of a tree round by part")
+    batches = [f", batch {row['batch']}" if row["batch"] > 1 else "" for row in rows]
+    names = [f"{row['shape']}\n{row['context'] // 1024}k{batch}" for row, batch in zip(rows, batches, strict=True)]
+    heights = pandas.DataFrame([row["parts"] for row in rows], names).clip(lower=0)
+    heights.plot.bar(stacked=True, width=0.6, rot=0, ax=axes)
+    middle = np.arange(len(rows))
+    axes.hlines([row["floor_ms"] for row in rows], middle - 0.35, middle + 0.35, colors="black", label="floor")
+    axes.set(ylabel="ms per round", title="Time of a tree round by part")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)
 
 
 RANGES = {"over_vanilla": (0.5, 1.5), "over_best": (0.9, 1.1)}
@@ -59,6 +51,10 @@ def draw_map(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
             axes.set_xlabel("batch")
             axes.set_title(f"auto {key.replace('_', ' ')}, T = {temperature:g}")
     figure.suptitle(title)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -16,8 +16,9 @@ from transformers import DynamicCache
 
 from benchmarks.ceilings import measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.tables import print_result
 from longspec import generate
-from longspec.errors import UserError, reports_user_errors
+from longspec.errors import reports_user_errors
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 
@@ -34,9 +35,7 @@ def main() -> None:
     parser.add_argument("--generate_lens", type=int, nargs="*", default=default_lens, help="prompts to continue")
     parser.add_argument("--runs", type=int, default=3, help="timed prefills; the median is reported")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UserError("benchmarks.prefill: needs a CUDA device; none is available")
-    model = random_pair(options.shape)
+    ceilings, model = measure_ceilings(), random_pair(options.shape)
     weights = torch.cuda.memory_allocated()
 
     prefills, generations = [], []
@@ -44,27 +43,13 @@ def main() -> None:
         ids = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
         implementations = {"ours": partial(ours, model, ids), "transformers": partial(theirs, model, ids)}
         for name, prefill in implementations.items():
-            row = {"prompt": length, "by": name} | timed(prefill, weights, options.runs)
-            prefills.append(row)
-            print(
-                f"prefill of {length} tokens: {name} {row['seconds']:.2f} s, "
-                f"{row['peak_gib']:.2f} GiB in addition to the weights"
-            )
+            prefills.append({"prompt": length, "by": name} | timed(prefill, weights, options.runs))
+            print("prefill", json.dumps(prefills[-1]), flush=True)
     for length in options.generate_lens:
-        row = generation(model, length, weights)
-        generations.append(row)
-        print(
-            f"generation after {length} tokens: {row['peak_over_weights_and_kv_gib']:.2f} GiB in addition to weights "
-            f"and KV, draft KV {row['draft_kv_mib']:.2f} MiB, first token {row['ttft_s']:.1f} s, "
-            f"round {row['round_ms']:.2f} ms"
-        )
+        generations.append(generation(model, length, weights))
+        print("generate", json.dumps(generations[-1]), flush=True)
 
-    facts = measure_ceilings().describe()
-    print(
-        json.dumps(
-            {"benchmark": "prefill", "prefill": prefills, "generate": generations, "shape": options.shape} | facts
-        )
-    )
+    print_result("prefill", options, prefill=prefills, generate=generations, **ceilings.describe())
 
 
 def ours(model: GlideMixin, ids: Tensor) -> None:
@@ -79,7 +64,7 @@ def theirs(model: GlideMixin, ids: Tensor) -> None:
 
 
 def timed(prefill: Callable[[], None], weights: int, runs: int) -> dict[str, float]:
-    """Median seconds of a prefill after one warm-up, and peak memory minus the weights."""
+    """Median seconds of a prefill after one warm-up, and peak memory in addition to the weights."""
     prefill()
     seconds = []
     torch.cuda.reset_peak_memory_stats()

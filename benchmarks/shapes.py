@@ -36,22 +36,15 @@ def _shape(
     )
 
 
-LLAMA3_8B = _shape(LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 1 << 19, 283461213.0, rms_norm_eps=1e-5)
-QWQ_32B = _shape(Qwen2Config, 152064, 5120, 27648, 64, 40, 8, 1 << 18, rms_norm_eps=1e-5)
-QWEN2_7B = _shape(Qwen2Config, 152064, 3584, 18944, 28, 28, 4, 1 << 17)
-QWEN2_CODER_1_5B = _shape(Qwen2Config, 151936, 1536, 8960, 28, 12, 2, 1 << 15)
-QWEN3_8B = _shape(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 1 << 17, head_dim=128)
-QWEN3_32B = _shape(Qwen3Config, 151936, 5120, 25600, 64, 64, 8, 1 << 17, head_dim=128)
-TINY = _shape(LlamaConfig, 512, 64, 128, 3, 4, 2, 1 << 16, 1e4)
-"""For machines without a GPU: to run a benchmark, not to measure anything."""
 SHAPES: dict[str, PreTrainedConfig] = {
-    "llama3-8b": LLAMA3_8B,
-    "qwen2-7b": QWEN2_7B,
-    "qwen2.5-coder-1.5b": QWEN2_CODER_1_5B,
-    "qwq-32b": QWQ_32B,
-    "qwen3-8b": QWEN3_8B,
-    "qwen3-32b": QWEN3_32B,
-    "tiny": TINY,
+    "llama3-8b": _shape(LlamaConfig, 128256, 4096, 14336, 32, 32, 8, 1 << 19, 283461213.0, rms_norm_eps=1e-5),
+    "qwen2-7b": _shape(Qwen2Config, 152064, 3584, 18944, 28, 28, 4, 1 << 17),
+    "qwen2.5-coder-1.5b": _shape(Qwen2Config, 151936, 1536, 8960, 28, 12, 2, 1 << 15),
+    "qwq-32b": _shape(Qwen2Config, 152064, 5120, 27648, 64, 40, 8, 1 << 18, rms_norm_eps=1e-5),
+    "qwen3-8b": _shape(Qwen3Config, 151936, 4096, 12288, 36, 32, 8, 1 << 17, head_dim=128),
+    "qwen3-32b": _shape(Qwen3Config, 151936, 5120, 25600, 64, 64, 8, 1 << 17, head_dim=128),
+    # For machines without a GPU: to run a benchmark, not to measure anything.
+    "tiny": _shape(LlamaConfig, 512, 64, 128, 3, 4, 2, 1 << 16, 1e4),
 }
 
 

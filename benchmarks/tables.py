@@ -51,7 +51,7 @@ def parts_table(rounds: Sequence[Result]) -> str:
     """Milliseconds per part of each round. The parts add up to the round; a residual can be negative."""
     forms = KEYS | dict.fromkeys([*rounds[0]["parts"], "round"], ".2f")
     rows = [row | row["parts"] | {"method": round_name(row), "round": row["round_ms"]} for row in rounds]
-    return markdown(list(forms), [formatted(row, forms) for row in rows])
+    return table(rows, forms)
 
 
 def round_name(row: Result) -> str:
@@ -71,16 +71,18 @@ def peers_table(peers: Sequence[Result]) -> str:
     return markdown(["shape", "context", "implementation", "ms per token"], rows)
 
 
+def print_result(benchmark: str, options: argparse.Namespace, **results: Any) -> None:
+    """Print the last line of a benchmark: its name, options and results as JSON."""
+    print(json.dumps({"benchmark": benchmark, "config": vars(options), **results}, default=str), flush=True)
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([markdown_header(header), *map(markdown_line, rows)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
 
 
-def markdown_header(names: Sequence[str]) -> str:
-    return f"{markdown_line(names)}\n{markdown_line(['---'] * len(names))}"
-
-
-def markdown_line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def table(rows: Sequence[Result], forms: Mapping[str, str]) -> str:
+    """The entries of rows in the formats by name, a column per name."""
+    return markdown(list(forms), [formatted(row, forms) for row in rows])
 
 
 def formatted(row: Result, forms: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.shapes import SHAPES, random_pair
-from benchmarks.tables import formatted, markdown_header, markdown_line
+from benchmarks.tables import table
 from benchmarks.training_flops import Flops, training_flops
 from benchmarks.training_parts import PARTS, profile, timed_parts
 from benchmarks.training_rows import synthetic_inputs
@@ -76,7 +76,6 @@ def main() -> None:
     ceilings = measure_ceilings() if on_gpu else None
     one_gpu = read_one_gpu(options.one_gpu)
     say(str(ceilings) if ceilings else "no GPU: these figures are not measurements")
-    say(markdown_header([*COLUMNS, *PARTS]))
 
     rows = []
     for shape in options.shapes:
@@ -84,10 +83,10 @@ def main() -> None:
             for measured in measure_shape(shape, zero, stages, options, ceilings):
                 alone = one_gpu.get(Case(*(measured[name] for name in Case._fields)))
                 measured["efficiency"] = alone and alone / measured["micro_batch_ms"]
-                parts = formatted(measured["parts"], dict.fromkeys(PARTS, ".1%"))
-                say(markdown_line([*formatted(measured, COLUMNS), *parts]))
                 rows.append(measured)
+                say(json.dumps(measured))
 
+    say(table([row | row["parts"] for row in rows], COLUMNS | dict.fromkeys(PARTS, ".1%")))
     facts = {"benchmark": "training", "cases": rows, "config": vars(options)}
     say(json.dumps(facts | (ceilings.describe() if ceilings else {}), default=str))
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from longspec.train.trainer import Trainer
 PARTS = ("target", "draft", "loss", "backward", "optimizer")
 """Parts of a step in the order in which they run; `optimizer` is all that DeepSpeed does after the backward pass."""
 KERNELS = 20
-"""Number of kernels listed in a profile."""
+"""Number of rows of a profile."""
 
 
 class Clock:
@@ -81,20 +81,10 @@ def marked(engine: Any, clock: Clock) -> Iterator[None]:
 
 
 def profile(trainer: Trainer, step: int, termination: Termination) -> str:
-    """The kernels of a step that take most of the device's time: milliseconds, share, calls, name."""
-    on_gpu = torch.cuda.is_available()
+    """The operators and kernels of a step that take most of the device's time, as torch's profiler lists them."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     with torch.profiler.profile(activities=kinds) as profiler:
         trainer.steps.take(step, termination)
-    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    kernels = [
-        (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total, kernel.count, kernel.key)
-        for kernel in profiler.key_averages()
-        if kernel.device_type == device
-    ]
-    whole = sum(time for time, *_ in kernels)
-    longest = sorted(kernels, reverse=True)[:KERNELS]
-    return "\n".join(
-        f"{time / 1e3:>12.2f} ms{time / whole:>7.1%}{count:>7}  {name[:90]}" for time, count, name in longest
-    )
+    order = f"self_{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+    return profiler.key_averages().table(sort_by=order, row_limit=KERNELS, max_name_column_width=90)

@@ -66,8 +66,7 @@ class Verdict(NamedTuple):
 
 def goal_verdict(samples: Samples, goal: Goal) -> Verdict:
     """Whether a goal is reached. For a goal of each task or context, the lowest figure is measured."""
-    columns: dict[str, Any] = {"task": tuple(goal.tasks), "context": tuple(goal.contexts)}
-    columns = {name: values for name, values in columns.items() if values}
+    columns: dict[str, Any] = {"task": tuple(goal.tasks) or None, "context": tuple(goal.contexts) or None}
     decoded = samples.of(goal.method, goal.temperature, loops=True, **columns)
     groups = decoded[goal.each].drop_duplicates().to_dict("records") if goal.each else [{}]
     figures = [(_figure(samples, goal, **columns | group), group) for group in groups]

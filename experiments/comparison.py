@@ -107,7 +107,7 @@ def measure_arm(settings: Settings, comparison: Comparison, root: Path, name: st
         write_atomically(shared, "".join(json.dumps(line) + "\n" for line in lines))
     copy = evaluation_folder(folder) / BASELINES
     if not copy.exists():
-        write_atomically(copy, shared.read_text())
+        write_atomically(copy, shared.read_text(), make_folder=True)
     measure(comparison.methods)
 
 

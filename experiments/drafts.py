@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = list(comparison.arms) if options.arms is None else options.arms
     if unknown := sorted(set(chosen) - set(comparison.arms)):
         raise UserError(f"--arms {unknown[0]}: no such arm; use {', '.join(comparison.arms)}")
-    root.mkdir(parents=True, exist_ok=True)
     with StopSignals(at_once=True), locked(root):
         write_atomically(settings_file(root), settings_yaml(settings))
         text = steps_of(settings, root)

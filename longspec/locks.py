@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -23,27 +23,24 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Hold an exclusive `flock` on a file in an existing folder inside the context.
+    """Hold the lock of a folder, which is created if needed, inside the context: an exclusive `flock` on a file in it.
 
     The kernel releases it when the process ends, even by a crash. On NFS it is effective across hosts. The file holds
-    the holder's name and is never removed, because a second run may already have opened it. On a file system without
-    locks a warning is logged instead. Raises UserError, and changes nothing, if another run holds the lock or the file
-    cannot be written.
+    the holder's name and is never removed, because a second run may already have opened it. Raises UserError, and
+    changes nothing, if another run holds the lock, and if the file cannot be written.
     """
     file = Path(folder) / LOCK_NAME
-    with os_errors(f"output_dir: {file} cannot be written"):
-        stream = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
-    with stream:
-        try:
-            _flock(stream.fileno(), file)
-        except BlockingIOError as error:
-            holder = _named(stream.read().decode(errors="replace"))
-            raise UserError(
-                f"output_dir: another run{holder} is writing to {folder}; wait for it, stop it, or give another "
-                "output_dir"
-            ) from error
+    with ExitStack() as stack:
         with os_errors(f"output_dir: {file} cannot be written"):
-            stream.truncate()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stream = stack.enter_context(file.open("a+b", buffering=0))
+            if not _flock(stream, file):
+                stream.seek(0)
+                raise UserError(
+                    f"output_dir: another run{_holder(stream.read(4096))} is writing to {folder}; wait for it, stop "
+                    "it, or give another output_dir"
+                )
+            stream.truncate(0)
             stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
             os.fsync(stream.fileno())
         # A loading process that outlives its rank must not hold the lock.
@@ -60,32 +57,31 @@ def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO
     with os_errors(f"{path}: cannot be opened"):
         stream = path.open(mode)
     with stream:
-        try:
-            _flock(stream.fileno(), path, wait)
-        except BlockingIOError as error:
-            raise UserError(f"{path}: another run is writing to it; wait for it, or stop it") from error
+        if not _flock(stream, path, wait):
+            raise UserError(f"{path}: another run is writing to it; wait for it, or stop it")
         yield stream
 
 
-def _flock(descriptor: int, file: Path, wait: bool = False) -> None:
-    """Lock an open file. Raises UserError, and BlockingIOError if another process holds the lock and `wait` is false.
+def _flock(stream: IO[bytes], file: Path, wait: bool = False) -> bool:
+    """Lock an open file. Returns whether it is locked; it is not if another process holds the lock and `wait` is false.
 
-    On a file system without locks a warning is logged instead.
+    On a file system without locks a warning is logged instead. Raises UserError.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        raise
+        return False
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise UserError(f"{file}: cannot be locked ({error.strerror})") from error
         logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
+    return True
 
 
-def _named(holder: str) -> str:
+def _holder(content: bytes) -> str:
     """The holder in a lock file as part of a message; nothing if the file is unreadable."""
     try:
-        fields = json.loads(holder)
+        fields = json.loads(content)
         return f" (process {int(fields['pid'])} on {str(fields['host'])!r})"
     except (ValueError, LookupError, TypeError):
         return ""

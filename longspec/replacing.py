@@ -39,10 +39,15 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
-def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all, in a folder that is created if needed. Raises UserError."""
+def write_atomically(file: Path, content: str | bytes, make_folder: bool = False) -> None:
+    """Write a file completely or not at all. Raises UserError.
+
+    make_folder: whether its folder is created if needed. One that a run has locked must not be created again: the new
+    folder has no lock.
+    """
     with os_errors(f"{file}: cannot be written", "the same command continues once this is fixed"):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as unfinished:
             unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -83,7 +83,7 @@ def prepare(folder: Path) -> tuple[Path, Path]:
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:TEXT_FILES]
     texts = [file.read_text(encoding="utf-8", errors="ignore") for file in library]
     data, target = folder / "texts.jsonl", folder / "target"
-    write_atomically(data, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_atomically(data, "".join(json.dumps({"text": text}) + "\n" for text in texts), make_folder=True)
 
     bytes_and_pairs = ByteLevelBPETokenizer()
     bytes_and_pairs.train_from_iterator(texts, VOCAB_SIZE, special_tokens=["</s>"], show_progress=False)

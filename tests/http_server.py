@@ -46,9 +46,7 @@ def printable_pair(folder: Path) -> GlideMixin:
 
 
 def chat_tokenizer():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return byte_tokenizer(TEMPLATE)
 
 
 @dataclass

@@ -18,9 +18,7 @@ IM_END = 4
 def make_chat_target(folder: Path) -> Path:
     """Save a random target with a byte vocabulary whose greedy answers rarely loop."""
     save_target(folder, "llama", vocab_size=VOCAB_SIZE, initializer_range=0.5, eos_token_id=IM_END)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
     return folder
 
 

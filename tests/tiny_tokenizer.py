@@ -10,7 +10,7 @@ SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endof
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
-def byte_tokenizer(reversed_ids: bool = False) -> PreTrainedTokenizerFast:
+def byte_tokenizer(chat_template: object = None, reversed_ids: bool = False) -> PreTrainedTokenizerFast:
     """One token a byte after the special tokens; `reversed_ids` makes another tokenizer of the same size."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reversed_ids)
     vocab = {token: number for number, token in enumerate(SPECIAL_TOKENS + alphabet)}
@@ -23,8 +23,9 @@ def byte_tokenizer(reversed_ids: bool = False) -> PreTrainedTokenizerFast:
         eos_token="</s>",
         pad_token="<pad>",
         additional_special_tokens=SPECIAL_TOKENS[3:],
+        chat_template=chat_template,
     )
 
 
 def save_tokenizer(folder: Path, reversed_ids: bool = False) -> None:
-    byte_tokenizer(reversed_ids).save_pretrained(folder)
+    byte_tokenizer(reversed_ids=reversed_ids).save_pretrained(folder)

@@ -188,7 +188,8 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
             count(len(event.ids), 0)
 
         def finish(row: int, own_stats: GenerationStats) -> None:
-            count(0, len(results.add([run.line(own[row], answers[row])])))
+            results.add(run.line(own[row], answers[row]))
+            count(0, 1)
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
         listener = Listener(take, finish, job.is_stopped, in_blocks=True)

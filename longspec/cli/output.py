@@ -24,14 +24,13 @@ class StdoutLines:
         self._numbers = iter(numbers)
         self._next = next(self._numbers, None)
 
-    def add(self, lines: Sequence[Line]) -> Sequence[Line]:
-        """Take new lines, and print those whose turn it is. Raises UserError if stdout cannot be written."""
-        self._waiting |= {line["index"]: line for line in lines}
-        self.done |= self._waiting.keys()
+    def add(self, line: Line) -> None:
+        """Take a new line, and print those whose turn it is. Raises UserError if stdout cannot be written."""
+        self._waiting[line["index"]] = line
+        self.done.add(line["index"])
         while self._next in self._waiting:
             self._print(self._waiting.pop(self._next))
             self._next = next(self._numbers, None)
-        return lines
 
     def put_in_order(self) -> None:
         """Print the rest after a stop signal."""

@@ -61,14 +61,9 @@ class Results:
                     self._note(line)
                     self._size += len(raw)
 
-    def add(self, lines: Sequence[Line]) -> list[Line]:
-        """Append and return the lines of items that have none yet: a batch that was partly written runs again.
-
-        Raises UserError if they cannot be written; the earlier ones stay intact.
-        """
-        new = [line for line in lines if line["index"] not in self.done]
-        self._append([json_bytes(line) + b"\n" for line in new])
-        return new
+    def add(self, line: Line) -> None:
+        """Append a line. Raises UserError if it cannot be written; the earlier ones stay intact."""
+        self._append([json_bytes(line) + b"\n"])
 
     def start(self) -> None:
         """Remove everything that does not belong to the run, before the first line is written. Raises UserError."""

@@ -1,11 +1,9 @@
 """Checks of the command's options that need no weights. Each raises a UserError that starts with the option's name."""
 
-import argparse
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
 
-import torch
-from transformers import PreTrainedConfig
+import argparse
+from typing import TYPE_CHECKING
 
 from longspec.command_line import drafting_of
 from longspec.data.templates import check_embedded
@@ -14,9 +12,11 @@ from longspec.inference.adaptive.plan_drafters import MOST_NODES
 from longspec.inference.arguments import check_draft_window
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.longbench.prompts import TaskPrompt
 from longspec.models.draft_files import draft_settings
 from longspec.models.target_split import rank_config
+
+if TYPE_CHECKING:
+    from longspec.longbench.plan import EvaluationPlan
 
 INT64_LIMIT = 2**63
 """Seeds and top_k are below this value, so that they fit into a LongTensor."""
@@ -43,19 +43,9 @@ def check_draft_settings(options: argparse.Namespace, draft: str) -> None:
     check_draft_window(drafting_of(options), settings.options.window)
 
 
-def check_batch_memory(
-    options: argparse.Namespace,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    prompts: Sequence[TaskPrompt],
-    max_new_tokens: int,
-    listed: int | None,
-) -> None:
-    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device.
-
-    listed: length of the vocabulary list of the draft in use; None without one.
-    """
+def check_batch_memory(plan: EvaluationPlan) -> None:
+    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
+    options, prompts, config = plan.options, plan.selection.prompts, plan.config
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
         largest_tree = min(largest_tree, options.tree_nodes - 1)
@@ -63,24 +53,24 @@ def check_batch_memory(
         options.method, options.gamma
     )
     # All rows of a batch have the cache of the longest one.
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + plan.max_new_tokens
     rows = min(options.batch_size, len(prompts))
     if options.tp_size > 1:
         config = rank_config(config, 0, options.tp_size)
+    state = plan.state_in_use or {}
+    listed = state["d2t"].numel() if "d2t" in state else None  # length of the draft's vocabulary list
     # One more than the draft tokens: the root is verified, too.
-    check_memory(config, dtype, device, rows, longest + max_new_tokens, draft_tokens + 1, listed)
+    check_memory(config, plan.dtype, plan.device, rows, longest, draft_tokens + 1, listed)
 
 
-def check_prompts(
-    prompts: Sequence[TaskPrompt], max_new_tokens: int, max_positions: int, vocab_size: int, tokenizer: Any
-) -> None:
+def check_prompts(plan: EvaluationPlan) -> None:
     """Raise UserError for a prompt that leaves no room for its answer or has a token without an embedding."""
-    for prompt in prompts:
+    for prompt in plan.selection.prompts:
         length = len(prompt.token_ids)
-        if length + max_new_tokens > max_positions:
+        if length + plan.max_new_tokens > plan.max_positions:
             raise UserError(
-                f"sample {prompt.id!r}: prompt of {length} tokens + {max_new_tokens} new tokens (--max_gen_len) "
-                f"are more than the target's {max_positions} positions"
+                f"sample {prompt.id!r}: prompt of {length} tokens + {plan.max_new_tokens} new tokens (--max_gen_len) "
+                f"are more than the target's {plan.max_positions} positions"
             )
         # It would end a GPU run with a device-side assert.
-        check_embedded(prompt.token_ids, vocab_size, tokenizer, f"sample {prompt.id!r}")
+        check_embedded(prompt.token_ids, plan.config.vocab_size, plan.tokenizer, f"sample {prompt.id!r}")

@@ -101,8 +101,8 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
 
     def add(index: int, token_ids: list[int], stats: GenerationStats, count: Count) -> None:
         text = plan.tokenizer.decode(token_ids, skip_special_tokens=True)
-        line = sample_line(prompts[index], token_ids, text, stats, index, rows)
-        count(0, len(results.add([line])))
+        results.add(sample_line(prompts[index], token_ids, text, stats, index, rows))
+        count(0, 1)
 
     # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
     def work_one_by_one(own: Iterator[int], count: Count) -> None:

@@ -68,7 +68,7 @@ class EvaluationPlan:
     draft: str | None
     """Path or hub id of the draft; None if the method needs none and the options name none."""
     draft_state: dict[str, Tensor] | None
-    """Weights of the draft; None if no draft is used."""
+    """Weights of the draft; None without one."""
     selection: Selection
     max_new_tokens: int
     device: torch.device
@@ -130,11 +130,16 @@ class EvaluationPlan:
         names = ("gamma", "tree_nodes") if self.options.method == AUTO else ()
         return {name: value for name in names if (value := getattr(self.options, name)) != self.options.defaults[name]}
 
+    @property
+    def state_in_use(self) -> dict[str, Tensor] | None:
+        """The weights of the draft; None for a method that reads none. One that is given may still be unused."""
+        return self.draft_state if self.options.method in (*GLIDE_METHODS, AUTO) else None
+
     def _draft_identity(self) -> dict[str, Any]:
         # A draft that is given but not used does not change the results.
-        if self.options.method not in (*GLIDE_METHODS, AUTO) or self.draft is None or self.draft_state is None:
+        if self.draft is None or self.state_in_use is None:
             return {"draft": None, "draft_window": None}
-        return {"draft": state_digest(self.draft_state), **draft_settings(self.draft).options.entries()}
+        return {"draft": state_digest(self.state_in_use), **draft_settings(self.draft).options.entries()}
 
     @property
     def record(self) -> dict[str, Any]:
@@ -182,19 +187,14 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
     prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
-    family = config.model_type
-    questions = read_questions(options.task, options.data_path_prefix, family, chat_format, prompt)
-    lengths = options.test_length, options.min_prompt_len, longest
-    selection = select_prompts(options.task, questions, family, tokenizer, chat_format, *lengths)
+    data = options.task, options.data_path_prefix
+    questions = read_questions(*data, config.model_type, tokenizer, chat_format, prompt)
+    selection = select_prompts(options.task, questions, tokenizer, options.test_length, options.min_prompt_len, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
-    check_prompts(selection.prompts, max_new_tokens, max_positions, config.vocab_size, tokenizer)
 
     dtype = choose_dtype(options.dtype, config, device)
     attention = attention_name(options.attention, device, dtype, head_dim(config))
-    uses_draft = options.method in (*GLIDE_METHODS, AUTO)
-    listed = draft_state["d2t"].numel() if uses_draft and draft_state and "d2t" in draft_state else None
-    check_batch_memory(options, config, dtype, device, selection.prompts, max_new_tokens, listed)
-    return EvaluationPlan(
+    plan = EvaluationPlan(
         options=options,
         pair=pair,
         config=config,
@@ -210,3 +210,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         attention=attention,
         notes=notes,
     )
+    check_prompts(plan)
+    check_batch_memory(plan)
+    return plan

@@ -10,23 +10,12 @@ from typing import Any
 from longspec.data.records import Record, RecordError, read_records, text_of
 from longspec.data.templates import chat_prompt, check_template, encode_texts, lead_in
 from longspec.errors import UserError, first_line
-from longspec.longbench.tasks import TASKS, Task
+from longspec.longbench.tasks import TASKS
 
 DEFAULT_MIN_PROMPT_LEN = 1200
 """Prompts of this many tokens or fewer are left out."""
 DEFAULT_HEADROOM = 2000
 """Positions of the target's context that a prompt must leave free."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt before the chat format is applied."""
-
-    id: str
-    """Id of the record."""
-    prompt: str
-    answer_prefix: str = ""
-    """The word that opens the answer."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +57,7 @@ def read_prompt(file: str | Path, task: str) -> str:
     try:
         prompts = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"--prompt_file: {file} is not a readable JSON file {{task: prompt}} ({reason})") from error
     if not isinstance(prompts, dict) or task not in prompts:
         raise UserError(f"--prompt_file: {file} has no prompt for {task}; it must be an object {{task: prompt}}")
@@ -78,9 +67,14 @@ def read_prompt(file: str | Path, task: str) -> str:
 
 
 def read_questions(
-    name: str, folder: str | Path, family: str = "", chat_format: str = "tokenizer", prompt: str | None = None
-) -> list[Question]:
-    """All records of FOLDER/NAME.jsonl as questions for a target of `family` in `chat_format`.
+    name: str,
+    folder: str | Path,
+    family: str = "",
+    tokenizer: Any = None,
+    chat_format: str = "plain",
+    prompt: str | None = None,
+) -> list[tuple[str, str]]:
+    """The id and the prompt of each record of FOLDER/NAME.jsonl, in the chat format of a target of `family`.
 
     prompt: replaces the task's own prompt and has no word that opens the answer. Raises UserError with file, line and
     field.
@@ -92,61 +86,50 @@ def read_questions(
     template = prompt or (task.published_prompt if chat_format == "published" else task.prompt)
     answer_prefix = "" if prompt else lead_in(task.answer_prefix, family, chat_format)
 
-    questions = list(read_records(path, lambda record: _question(task, record, template, answer_prefix)))
+    def question(record: Record) -> tuple[str, str]:
+        identity = record.get(task.id_field)
+        # Results name samples by this id, so it must exist and print in one line.
+        if not isinstance(identity, str | int):
+            raise RecordError(task.id_field, "is missing; it must be a string or a whole number")
+        # Only the quoted fields must be text; a record may hold anything else.
+        fields = {field for _, field, _, _ in Formatter().parse(template) if field}
+        values = {field: text_of(record.get(field), field) for field in fields}
+        return str(identity), chat_prompt(template.format(**values), family, tokenizer, chat_format, answer_prefix)
+
+    questions = list(read_records(path, question))
     if not questions:
         raise UserError(f"{path}: no record, all lines are blank")
     return questions
 
 
-def _question(task: Task, record: Record, template: str, answer_prefix: str) -> Question:
-    identity = record.get(task.id_field)
-    # Results name samples by this id, so it must exist and print in one line.
-    if not isinstance(identity, str | int):
-        raise RecordError(task.id_field, "is missing; it must be a string or a whole number")
-    # Only the quoted fields must be text; a record may hold anything else.
-    fields = {name for _, name, _, _ in Formatter().parse(template) if name}
-    values = {field: text_of(record.get(field), field) for field in fields}
-    return Question(str(identity), template.format(**values), answer_prefix)
-
-
-def encode_question(question: Question, family: str, tokenizer: Any, chat_format: str) -> TaskPrompt:
-    """The prompt in the chat format of the target, as token ids. The target continues the answer's first word."""
-    text = chat_prompt(question.prompt, family, tokenizer, chat_format, question.answer_prefix)
-    return TaskPrompt(question.id, encode_texts([text], tokenizer)[0])
-
-
 def select_prompts(
     name: str,
-    questions: Sequence[Question],
-    family: str,
+    questions: Sequence[tuple[str, str]],
     tokenizer: Any,
-    chat_format: str,
     test_length: int = 0,
     shortest: int = 0,
     longest: int = 0,
 ) -> Selection:
     """The first `test_length` prompts (0: all) that have n tokens with shortest < n <= longest.
 
-    Tasks that are not filtered keep every length. Raises UserError if no prompt is left.
+    questions: as `read_questions` returns them. Tasks that are not filtered keep every length. Raises UserError if no
+    prompt is left.
     """
     # AIME's prompts are short; only its answers are long.
     filtered = TASKS[name].filtered
     selection = Selection([])
-    for number, question in enumerate(questions):
+    for number, (identity, text) in enumerate(questions):
         if test_length and len(selection.prompts) == test_length:
             selection.not_reached = len(questions) - number
             break
         # Encoded one by one, because encoding stops at `test_length`.
-        try:
-            prompt = encode_question(question, family, tokenizer, chat_format)
-        except UserError as error:  # the chat template fails
-            raise UserError(f"sample {question.id!r}: {error}") from error
-        if filtered and len(prompt.token_ids) <= shortest:
+        (token_ids,) = encode_texts([text], tokenizer)
+        if filtered and len(token_ids) <= shortest:
             selection.too_short += 1
-        elif filtered and len(prompt.token_ids) > longest:
+        elif filtered and len(token_ids) > longest:
             selection.too_long += 1
         else:
-            selection.prompts.append(prompt)
+            selection.prompts.append(TaskPrompt(identity, token_ids))
     if not selection.prompts:
         raise UserError(f"{selection.describe(name, shortest, longest)}; see --min_prompt_len and --headroom")
     return selection

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.jobs.job import Identity, differences
 from longspec.jobs.results import ADVICE, Results, part_paths, resume_results
 from longspec.locks import locked
@@ -79,8 +79,6 @@ def open_run(folder: Path, record: dict[str, Any], overwrite: bool) -> Iterator[
     changes, for a folder that cannot be written, that another process writes to, or that holds results of a different
     run.
     """
-    with os_errors(f"--output_dir: {folder} cannot be created"):
-        folder.mkdir(parents=True, exist_ok=True)
     # Two processes that append to one file would mix their lines.
     with locked(folder):
         if not overwrite:

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +32,7 @@ from longspec.models.target_files import check_no_adapter, check_target, check_t
 from longspec.models.target_sample import TargetSample, take_sample
 from longspec.models.target_split import has_parts, rank_config, read_part
 from longspec.models.weight_checks import check_all_used, check_weights
-from longspec.models.weight_files import stored_weights, weight_errors
+from longspec.models.weight_files import cached_folder, stored_weights, weight_errors, without_bar
 
 LOADED_WITH = (
     "hf_device_map",
@@ -241,7 +242,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             options["state_dict"] = stored_weights(Path(folder))
         has_weights = options.get("state_dict") is not None
         options |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
-        with weight_errors(f"{folder}: the target's weights do not load"):
+        # Files on disk are read in seconds. A download keeps its bars.
+        is_local = has_weights or Path(folder).is_dir() or cached_folder(folder, revision) is not None
+        with weight_errors(f"{folder}: the target's weights do not load"), without_bar() if is_local else nullcontext():
             target, info = self.target_class.from_pretrained(None if has_weights else folder, **options)
             if has_weights:
                 target.config.name_or_path = target.name_or_path = folder

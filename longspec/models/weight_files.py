@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_vocabulary import MAPS
@@ -126,6 +126,18 @@ def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
         with opened(file) as contents:
             weights |= {name: StoredWeight(file, name) for name in contents}
     return weights
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """Context without transformers' progress bars, those of downloads included."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ def claim(file: Path, facts: dict[str, Any]) -> None:
     """Record facts that determine other files. Raises UserError if `file` exists and records different ones."""
     written = json.loads(json.dumps(facts))  # as they read back: tuples become lists
     if not file.is_file():
-        write_atomically(file, json.dumps(written, indent=1) + "\n")
+        write_atomically(file, json.dumps(written, indent=1) + "\n", make_folder=True)
         return
     before = json.loads(file.read_text())
     if differing := [name for name in written | before if written.get(name) != before.get(name)]:

@@ -59,49 +59,39 @@ def read_scores(root: Path, name: str) -> Scores:
 
 def _run(settings: Settings, setting: ProbeSettings, root: Path, target: str) -> Scores:
     """Train and score the candidates of one probe."""
+
+    def config_of(stage: StageSettings, changes: dict[str, Any] | None = None) -> TrainConfig:
+        """That of the trainer. changes: keys of a candidate; None to read the held-out rows only."""
+        held_out = answer_files(root, stage.answers, "validation")
+        values = {
+            "model_name_or_path": target,
+            "draft_model_name_or_path": None,
+            "output_dir": str(root / "probes"),
+            "seed": settings.seed,
+            "max_steps": setting.steps,
+            "data.max_length": stage.max_length,
+            "data.cache_dir": str((root / "cache").absolute()),
+            "data.files": held_out if changes is None else training_files(root, stage),
+            "evaluation.files": held_out if changes is not None else None,
+            "evaluation.rows": setting.rows[0 if changes is not None else 1],
+            "per_device_train_batch_size": stage.tokens_per_step // stage.max_length,
+            **stage.overrides,
+            **(changes or {}),
+        }
+        config = load_config(["-cp", str(ROOT / CONFIGS), "-cn", stage.config, *hydra_overrides(values)])
+        assert config is not None
+        return config
+
     first, *others = settings.training.stages.values()
-    configs = {
-        name: _config(settings, first, root, target, setting, setting.shared | changes)
-        for name, changes in setting.candidates.items()
-    }
+    configs = {name: config_of(first, setting.shared | changes) for name, changes in setting.candidates.items()}
     base = next(iter(configs.values()))
     inputs = read_inputs(base)
     held_out: dict[str, tuple[TrainConfig, Inputs]] = {"short": (base, inputs)}
     for stage in others[:1]:
-        long = _config(settings, stage, root, target, setting)
+        long = config_of(stage)
         rows = read_inputs(long)
         held_out["long"] = long, replace(rows, held_out=rows.rows)
     return probe(configs, inputs, held_out, "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _config(
-    settings: Settings,
-    stage: StageSettings,
-    root: Path,
-    target: str,
-    setting: ProbeSettings,
-    changes: dict[str, Any] | None = None,
-) -> TrainConfig:
-    """The trainer's configuration of a stage. changes: keys of a candidate; None to read the held-out rows only."""
-    held_out = answer_files(root, stage.answers, "validation")
-    values = {
-        "model_name_or_path": target,
-        "draft_model_name_or_path": None,
-        "output_dir": str(root / "probes"),
-        "seed": settings.seed,
-        "max_steps": setting.steps,
-        "data.max_length": stage.max_length,
-        "data.cache_dir": str((root / "cache").absolute()),
-        "data.files": held_out if changes is None else training_files(root, stage),
-        "evaluation.files": held_out if changes is not None else None,
-        "evaluation.rows": setting.rows[0 if changes is not None else 1],
-        "per_device_train_batch_size": stage.tokens_per_step // stage.max_length,
-        **stage.overrides,
-        **(changes or {}),
-    }
-    config = load_config(["-cp", str(ROOT / CONFIGS), "-cn", stage.config, *hydra_overrides(values)])
-    assert config is not None
-    return config
 
 
 def best_candidate(scores: Scores) -> str:

@@ -87,7 +87,7 @@ def write_prompts(settings: Settings, root: Path) -> None:
 def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, file: Path) -> None:
     """Write the prompts of one group."""
     records = list(makers.records(group, lengths, random.Random(f"{seed}/{makers.split}/{group}")))
-    write_atomically(file, "".join(json.dumps(record) + "\n" for record in records))
+    write_atomically(file, "".join(json.dumps(record) + "\n" for record in records), make_folder=True)
     skipped = f", {len(lengths) - len(records)} skipped" if len(records) < len(lengths) else ""
     tqdm.write(f"prompts, {makers.split}, {group}: {len(records)}{skipped}")
 

@@ -194,14 +194,13 @@ def main_table(samples: Samples) -> pandas.DataFrame:
     """The main methods at T = 0 on outputs without loops: a row per task with enough outputs, and one for all tasks."""
     rows = []
     for task in [*main_tasks(samples), None]:
-        columns: dict[str, Any] = {} if task is None else {"task": task}
         row: dict[str, Any] = {"task": task or "all"}
         for method in MAIN_METHODS[2:]:
-            row[f"tokens per round, {method}"] = str(samples.tokens_per_round(method, **columns))
+            row[f"tokens per round, {method}"] = str(samples.tokens_per_round(method, task=task))
         for method in MAIN_METHODS:
-            row[f"tokens/s, {method}"] = samples.tokens_per_second(method, **columns).text(0)
+            row[f"tokens/s, {method}"] = samples.tokens_per_second(method, task=task).text(0)
         for other in MAIN_METHODS[:2]:
-            row[f"auto over {other}"] = str(samples.speed_up("auto", other, **columns))
+            row[f"auto over {other}"] = str(samples.speed_up("auto", other, task=task))
         rows.append(row)
     return pandas.DataFrame(rows)
 
@@ -212,15 +211,14 @@ def by_method(samples: Samples) -> pandas.DataFrame:
     keys = samples.frame[["method", "temperature"]].drop_duplicates().sort_values("temperature", kind="stable")
     for method, temperature in keys.itertuples(index=False):
         for task in [None, *samples.tasks]:
-            columns: dict[str, Any] = {} if task is None else {"task": task}
-            chosen = samples.of(method, temperature, **columns)
+            chosen = samples.of(method, temperature, task=task)
             if chosen.empty:
                 continue
             row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all"}
             row |= {"outputs": len(chosen), "tokens per round": str(tokens_per_round(chosen))}
             row["tokens/s"] = tokens_per_second(chosen).text(0)
             for other in ("vanilla", "lookup"):
-                ratio = samples.speed_up(method, other, temperature, **columns)
+                ratio = samples.speed_up(method, other, temperature, task=task)
                 row[f"over {other}"] = "-" if method == other else str(ratio)
             rows.append(row)
     return pandas.DataFrame(rows)

@@ -74,7 +74,6 @@ def draft(options: argparse.Namespace, command: str) -> None:
         raise UserError(refusal)
     if not options.yes and not settings_file(root).exists():
         ask()
-    root.mkdir(parents=True, exist_ok=True)
     with locked(root):
         write_atomically(settings_file(root), settings_yaml(settings))
         run_steps(steps, root, planned)
@@ -130,7 +129,8 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
     """Run the steps in order. Before each one, print its number and the time left.
 
-    The time left follows from the estimate, corrected by the speed of the steps that this run has done.
+    The time left follows from the estimate, corrected by the speed of the steps that this run has done. Raises
+    UserError if the folder is gone: the step would create it again, without its lock.
     """
     spent = expected = 0.0
     names = list(steps)
@@ -139,6 +139,8 @@ def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
         left = sum(planned.seconds[later] for later in names[number:]) * pace
         own = duration(planned.seconds[name] * pace)
         print(f"step {number + 1} of {len(steps)}: {name}, {own}; {duration(left)} left in all", flush=True)
+        if not settings_file(root).exists():
+            raise UserError(f"{root}: was removed during the run; the same command starts again")
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began

@@ -124,14 +124,16 @@ class Samples:
     def of(self, method: str, temperature: float = 0.0, *, loops: bool = False, **columns: Any) -> pandas.DataFrame:
         """The samples of a method at a temperature.
 
-        loops: include outputs with repetition loops. columns: allowed value of a column, or a tuple of allowed values.
+        loops: include outputs with repetition loops. columns: allowed value of a column, or a tuple of allowed values;
+        None for all.
         """
         frame = self.frame
         chosen = (frame["method"] == method) & (frame["temperature"] == temperature)
         if not loops:
             chosen &= ~frame["loops"]
         for name, value in columns.items():
-            chosen &= frame[name].isin(value if isinstance(value, tuple) else (value,))
+            if value is not None:
+                chosen &= frame[name].isin(value if isinstance(value, tuple) else (value,))
         return frame[chosen]
 
     def tokens_per_round(self, method: str, temperature: float = 0.0, **columns: Any) -> Figure:

@@ -25,16 +25,49 @@ SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
 
 
 def train(name: str, settings: Settings, root: Path) -> None:
-    """Train a stage unless it is finished. Raises UserError."""
-    folder = run_folder(root, settings.seed)
-    stages = list(settings.training.stages)
-    previous = stages[: stages.index(name)]
-    draft = folder / previous[-1] / CHECKPOINT if previous else None
-    stage = settings.training.stages[name]
-    if draft is None:
+    """Train a stage from the draft of the stage before it, or a fresh one. An interrupted stage resumes.
+
+    Raises UserError if the stage's folder was made with other settings or the training fails.
+    """
+    stage, stages = settings.training.stages[name], list(settings.training.stages)
+    folder = run_folder(root, settings.seed) / name
+    draft = None
+    if name == stages[0]:
         chosen = adopted(settings, root) | _architecture(settings.training)
         stage = replace(stage, overrides=stage.overrides | chosen)
-    train_stage(folder / name, stage, settings, root, TargetText.load(settings.target).path, draft, settings.seed)
+    else:
+        draft = str((folder.parent / stages[stages.index(name) - 1] / CHECKPOINT).absolute())
+    ranks, micro_batch, accumulation = batches(name, stage)
+    overrides: dict[str, Any] = {
+        "model_name_or_path": TargetText.load(settings.target).path,
+        "draft_model_name_or_path": draft,
+        "output_dir": str(folder.absolute()),
+        "resume": "latest",
+        "seed": settings.seed,
+        "data.files": training_files(root, stage),
+        "data.max_length": stage.max_length,
+        "data.cache_dir": str((root / "cache").absolute()),
+        "evaluation.files": answer_files(root, [*stage.answers, *stage.replay], "validation"),
+        "evaluation.rows": settings.training.evaluation_rows,
+        "evaluation.steps": stage.steps,
+        "max_steps": stage.steps,
+        "save_steps": max(1, stage.steps // 4),
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "wandb.mode": "disabled",
+        **stage.overrides,
+    }
+
+    claim(folder / FACTS, stage_facts(stage, settings.seed))
+    steps = overrides["max_steps"]  # stage.overrides may replace it
+    if is_finished(folder, steps):
+        return
+
+    seconds = launch(launch_line(stage.config, overrides, ranks), folder, steps)
+    if not is_finished(folder, steps):
+        raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
+    with (folder / "seconds.jsonl").open("a") as times:
+        times.write(f"{seconds:.1f}\n")
 
 
 def _architecture(training: TrainingSettings) -> dict[str, Any]:
@@ -53,46 +86,6 @@ def run_folder(root: Path, seed: int) -> Path:
 def final_draft(settings: Settings, root: Path) -> Path:
     """Path of the draft after the last stage."""
     return run_folder(root, settings.seed) / list(settings.training.stages)[-1] / CHECKPOINT
-
-
-def train_stage(
-    folder: Path, stage: StageSettings, settings: Settings, root: Path, target: str, draft: Path | None, seed: int
-) -> None:
-    """Train one stage, starting from `draft` or, if None, from a fresh draft. An interrupted stage resumes.
-
-    Raises UserError if `folder` was made with other settings or the training fails.
-    """
-    ranks, micro_batch, accumulation = batches(folder.name, stage)
-    overrides: dict[str, Any] = {
-        "model_name_or_path": target,
-        "draft_model_name_or_path": str(draft.absolute()) if draft else None,
-        "output_dir": str(folder.absolute()),
-        "resume": "latest",
-        "seed": seed,
-        "data.files": training_files(root, stage),
-        "data.max_length": stage.max_length,
-        "data.cache_dir": str((root / "cache").absolute()),
-        "evaluation.files": answer_files(root, [*stage.answers, *stage.replay], "validation"),
-        "evaluation.rows": settings.training.evaluation_rows,
-        "evaluation.steps": stage.steps,
-        "max_steps": stage.steps,
-        "save_steps": max(1, stage.steps // 4),
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "wandb.mode": "disabled",
-        **stage.overrides,
-    }
-
-    claim(folder / FACTS, stage_facts(stage, seed))
-    steps = overrides["max_steps"]  # stage.overrides may replace it
-    if is_finished(folder, steps):
-        return
-
-    seconds = launch(launch_line(stage.config, overrides, ranks), folder, steps)
-    if not is_finished(folder, steps):
-        raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
-    with (folder / "seconds.jsonl").open("a") as times:
-        times.write(f"{seconds:.1f}\n")
 
 
 def stage_facts(stage: StageSettings, seed: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.rege
         for name, value in options.items()
         if name not in COMMAND_OPTIONS
     }
-    note = f"; the same command continues after the last complete shard of {settings['shard_size']} prompts"
+    note = "; the same command continues, and complete shards are kept"
     with (
         StopSignals(at_once=True, note=note) as stop,
         shared_target(tp_size, device, stop),
@@ -92,6 +92,6 @@ def _parser(prog: str) -> Parser:
     add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")
     add("--split", choices=SPLITS, default="train", help="name of the file")
     add("--batch_size", type=int, help="largest number of rows in a batch")
-    add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming")
+    add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming (0: a 128th of all)")
     parser.set_defaults(**{name: value for name, value in DEFAULTS.items() if name not in ("target", "output_dir")})
     return parser

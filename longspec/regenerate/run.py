@@ -6,7 +6,7 @@ A split is SPLIT.jsonl with SPLIT.provenance.yaml next to it; its shards are in 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,17 +17,17 @@ from longspec.data.record_fields import unread_note
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.device import versions
-from longspec.inference.load_pair import load_pair
+from longspec.inference.load_pair import load_pair, read_target
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
 from longspec.inference.registry import draft_in_use, named_pair
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
-from longspec.models.target_files import load_tokenizer, read_config, read_generation_config
+from longspec.models.target_files import read_generation_config
 from longspec.ranks.replicas import LostRank, Replicas
-from longspec.regenerate.settings import LATER, Settings, check_settings
-from longspec.regenerate.shards import SplitShards
+from longspec.regenerate.settings import NOT_STORED, Settings, check_settings
+from longspec.regenerate.shards import SplitShards, identity, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -63,9 +63,7 @@ def regenerate(
             stack.enter_context(shards.claimed(facts))
             return shards.missing()
 
-        # The versions of the libraries do not determine the text.
-        identity = {name: value for name, value in facts.items() if name != "versions"}
-        missing = agree(claim, identity, shards.folder, replicas)
+        missing = agree(claim, identity(facts), shards.folder, replicas)
         if missing:
             writer = replicas.together(make_writer)
 
@@ -95,18 +93,17 @@ def _prepare(
     """
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
-    pair = named_pair(settings.target, settings.draft)
+    named = named_pair(settings.target, settings.draft)
+    pair, config, tokenizer = read_target(named, settings.chat_template_kwargs)
     target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
-    config = read_config(target)
-    tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)
     report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     report_ignored(read_generation_config(target, config), target, (), report)
     settings.penalties(tokenizer, config.vocab_size)  # checks them
-    settings = replace(settings, chat_format=chat_format)
+    total = min(settings.count or len(files), len(files)) if files else settings.count
+    settings = replace(settings, chat_format=chat_format, shard_size=shard_size(settings, total))
     if files and files.unread:
         report(unread_note(files.unread))
-    total = min(settings.count or len(files), len(files)) if files else settings.count
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
     facts = _facts(settings, files, target_digest(target, config))
@@ -119,11 +116,9 @@ def _prepare(
 
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:
     """Print a line on the prompts that the chat template rejects. Raises UserError if it rejects all."""
-    kept = 0
     rejected: list[str] = []
-    for start in range(0, total, settings.shard_size):
-        end = min(start + settings.shard_size, total)
-        kept += len(files.read(start, end, family, tokenizer, settings.chat_format, rejected))
+    given = family, tokenizer, settings.chat_format, rejected
+    kept = sum(len(files.read(number, number + 1, *given)) for number in range(total))
     if rejected:
         line = f"{len(rejected)} of {kept + len(rejected)} prompts left out; the first one: {rejected[0]}"
         if not kept:
@@ -136,10 +131,9 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
     # As YAML will store it: tuples become lists.
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
-    defaults = {field.name: field.default for field in fields(Settings)}
-    for name in ("chat_template_kwargs", *LATER):
-        if getattr(settings, name) == defaults[name]:
-            del facts[name]  # folders of earlier versions lack this key
+    for name, default in NOT_STORED.items():
+        if getattr(settings, name) == default:
+            del facts[name]
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
     facts["versions"] = versions()

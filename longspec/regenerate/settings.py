@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from longspec.command_line import DRAFTING
@@ -14,8 +14,8 @@ from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.token_options import token_settings, with_word_ids
 
-LATER = (*FILTERS, *DRAFTING, "draft", "token_options")
-"""Settings that folders of earlier versions lack; their defaults are not stored."""
+LATER = ("chat_template_kwargs", *FILTERS, *DRAFTING, "draft", "token_options")
+"""Settings that earlier versions did not have."""
 SPLITS = ("train", "validation", "test")
 
 
@@ -50,8 +50,8 @@ class Settings:
     """Longest user turn that the target writes, in tokens; longer ones are left out."""
     batch_size: int = 256
     """Largest number of rows in a batch."""
-    shard_size: int = 2048
-    """Number of prompts per shard."""
+    shard_size: int = 0
+    """Number of prompts per shard; 0 lets `shards.shard_size` choose it."""
     seed: int = 0
     chat_format: str = AUTO
     chat_template_kwargs: str | None = None
@@ -78,6 +78,10 @@ class Settings:
         return token_settings(with_word_ids(self.token_options or {}, tokenizer), stop_ids, vocab)
 
 
+NOT_STORED: dict[str, Any] = {field.name: field.default for field in fields(Settings) if field.name in LATER}
+"""Settings at these values are not stored: folders of earlier versions lack them."""
+
+
 def check_settings(settings: Settings) -> None:
     """Raise UserError for a value outside its range."""
     if settings.split not in SPLITS:
@@ -90,10 +94,10 @@ def check_settings(settings: Settings) -> None:
         check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
     for name in FILTER_OPTIONS:
         check_filter(name, getattr(settings, name))
-    for name in ("max_turn_tokens", "batch_size", "shard_size"):
+    for name in ("max_turn_tokens", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")
-    for name in ("count", "max_prompt_tokens", "seed"):
+    for name in ("count", "max_prompt_tokens", "shard_size", "seed"):
         if getattr(settings, name) < 0:
             raise UserError(f"{name}: {getattr(settings, name)}; it must not be negative")
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -13,14 +13,28 @@ import yaml
 from longspec.data.lines import data_files
 from longspec.data.prompts import prompt_key
 from longspec.data.records import Record, RecordError, read_records
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.jobs.job import differences
 from longspec.locks import locked
-from longspec.regenerate.settings import Settings
+from longspec.regenerate.settings import NOT_STORED, Settings
 from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
 PROVENANCE_NAME = "provenance.yaml"
+SHARDS, LARGEST = 128, 2048
+"""Number of shards of a run, and the largest number of prompts in one; more prompts make more shards."""
+
+
+def shard_size(settings: Settings, total: int) -> int:
+    """Prompts per shard: the setting, else as in the shards on disk, else so that a stopped run loses few answers."""
+    file = split_folder(settings) / PROVENANCE_NAME
+    stored = _read_facts(file).get("shard_size", 0) if file.exists() else 0
+    return settings.shard_size or stored or min(-(-total // SHARDS), LARGEST)
+
+
+def split_folder(settings: Settings) -> Path:
+    """The folder of a split's shards."""
+    return Path(settings.output_dir) / f"{settings.split}.shards"
 
 
 class SplitShards:
@@ -32,7 +46,7 @@ class SplitShards:
         self.total = total
         self.count = -(-total // settings.shard_size)
         """Number of shards."""
-        self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
+        self.folder = split_folder(settings)
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
 
     def range(self, shard: int) -> range:
@@ -55,14 +69,9 @@ class SplitShards:
         Raises UserError if another process writes to it, or if it has shards of a different run.
         """
         file = self.folder / PROVENANCE_NAME
-        with os_errors(f"{self.folder}: cannot be created"):
-            self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             if file.exists():
-                stored = _read_facts(file)
-                # Versions of libraries may differ.
-                compared = [name for name in facts if name != "versions"]
-                if differing := differences(*({name: one.get(name) for name in compared} for one in (stored, facts))):
+                if differing := differences(identity(_read_facts(file)), identity(facts)):
                     raise UserError(
                         f"{self.folder}: has shards of a different run ({differing}); give another output folder, or "
                         "remove this one"
@@ -105,6 +114,11 @@ class SplitShards:
         write_atomically(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
         write_atomically(self.output, "".join(lines))
         return self.output
+
+
+def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that determine the text, those at their defaults included, without the versions of the libraries."""
+    return {name: value for name, value in {**NOT_STORED, **facts}.items() if name != "versions"}
 
 
 def _read_facts(file: Path) -> dict[Any, Any]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,23 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
     return message
 
 
+@pytest.fixture
+def refused(
+    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """The refusal of a run with some options, before its weights load and its output folder is made."""
+    monkeypatch.setattr(measurement, "load_model", None)
+
+    def refused(*options: str, target: Path = setting[0], draft: Path | None = None) -> str:
+        out = tmp_path / "out"
+        line = arguments(target, setting[1], out, *options, draft=draft or draft_of(setting[0]))
+        message = refusal(capsys, line)
+        assert not out.exists()
+        return message
+
+    return refused
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -215,37 +233,39 @@ def refusal(capsys: pytest.CaptureFixture[str], line: list[str]) -> str:
         (["--temprature", "1"], "unrecognized arguments: --temprature 1"),
     ],
 )
-def test_bad_options_are_refused(
-    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], complaint: str
-) -> None:
-    target, data = setting
-    out = tmp_path / "out"
-    assert complaint in refusal(capsys, arguments(target, data, out, *options))
-    assert not out.exists()
+def test_bad_options_are_refused(refused: Callable[..., str], options: list[str], complaint: str) -> None:
+    assert complaint in refused(*options)
 
 
-def test_a_draft_that_cannot_serve_is_refused_before_the_weights_load(
-    setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_draft_that_cannot_serve_is_refused(
+    refused: Callable[..., str], setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A window that does not exceed the depth, and the fresh draft of a saved pair."""
-    monkeypatch.setattr(measurement, "load_model", None)
+    """A window that does not exceed the depth, the fresh draft of a saved pair, and that of another target, as the
+    folder's config tells."""
     target, data = setting
     state = torch.load(draft_of(target))
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
-    narrow, fresh = tmp_path / "narrow", tmp_path / "fresh"
+    narrow, fresh, qwen = tmp_path / "narrow", tmp_path / "fresh", tmp_path / "qwen"
     save_draft_folder(state, config, narrow, DraftOptions(window=4))
     save_draft_folder(state, config, fresh, is_trained=False)
-
-    def refused(draft: Path, *more: str) -> str:
-        return refusal(capsys, arguments(target, data, tmp_path / "out", *more, draft=draft))
-
-    assert "gamma: 4 levels, but the draft's window is 4" in refused(narrow, "--method", "seq")
-    assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow)
-    assert "tree_shape: 5 levels, but the draft's window is 4" in refused(narrow, "--method", "auto")
+    save_draft_folder(state, tiny_config("qwen2", vocab_size=VOCAB_SIZE), qwen)
+    without = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
+    assert "method: seq needs a trained draft" in refusal(capsys, without)
+    assert "gamma: 4 levels, but the draft's window is 4" in refused("--method", "seq", draft=narrow)
+    for method in ("tree", "auto"):
+        assert "tree_shape: 5 levels, but the draft's window is 4" in refused("--method", method, draft=narrow)
     for method in ("seq", "tree"):
-        assert f"{fresh} was saved with a fresh, untrained draft" in refused(fresh, "--method", method)
+        assert f"{fresh} was saved with a fresh, untrained draft" in refused("--method", method, draft=fresh)
     given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
     assert make_plan(parse_options(given)).draft == str(fresh)
+    assert "a draft for a target with model_type qwen2; this target has llama" in refused(draft=qwen)
+    grouped = make_target(tmp_path / "grouped", num_key_value_heads=1)
+    assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft=draft_of(grouped))
+    assert "no such draft" in refused(draft=tmp_path / "nowhere.pth")
+    (tmp_path / "broken.pth").write_bytes(b"no weights")
+    assert "broken.pth" in refused(draft=tmp_path / "broken.pth")
+    (tmp_path / "empty").mkdir()
+    assert "no draft in this folder" in refused(draft=tmp_path / "empty")
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_refused(
@@ -288,82 +308,33 @@ def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
     assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 
-def test_bad_data_is_refused(setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, data = setting
-    assert "lcc.jsonl: no such file" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
-    (tmp_path / "lcc.jsonl").write_text((data / "lcc.jsonl").read_text() + '{"_id": "r3", "context"\n')
-    assert "lcc.jsonl, line 4: not a JSON line" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
-    (tmp_path / "lcc.jsonl").write_text('{"_id": "r3", "input": "a"}\n')
-    assert "line 1: field 'context'" in refusal(capsys, arguments(target, tmp_path, tmp_path / "out"))
-
-
-def test_a_draft_of_another_target_is_refused(
-    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Width, KV layout and family, the last one told by the draft folder's config."""
-    target, data = setting
-
-    def refused(draft: Path) -> str:
-        return refusal(capsys, arguments(target, data, tmp_path / "out", draft=draft))
-
-    wide = make_target(tmp_path / "wide", hidden_size=48, head_dim=8)
-    grouped = make_target(tmp_path / "grouped", num_key_value_heads=1)
-    assert "input_layernorm.weight is [48], the target needs [32]" in refused(draft_of(wide))
-    assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft_of(grouped))
-    qwen = make_pair(tmp_path / "qwen", "qwen2", vocab_size=VOCAB_SIZE)
-    save_draft_folder(qwen.draft_model.state_dict(), qwen.config, tmp_path / "qwen-draft")
-    assert "a draft for a target with model_type qwen2; this target has llama" in refused(tmp_path / "qwen-draft")
-    assert "no such draft" in refused(tmp_path / "nowhere.pth")
-    (tmp_path / "broken.pth").write_bytes(b"no weights")
-    assert "broken.pth" in refused(tmp_path / "broken.pth")
-    (tmp_path / "empty").mkdir()
-    assert "no draft in this folder" in refused(tmp_path / "empty")
-
-
-def test_a_method_with_a_draft_asks_for_it(
-    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target, data = setting
-    line = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
-    assert "method: seq needs a trained draft" in refusal(capsys, line)
-
-
 def test_a_tokenizer_that_is_not_the_targets_is_refused(
-    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: Callable[..., str], setting: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    target, data = setting
-    small = make_pair(tmp_path / "small", vocab_size=VOCAB_SIZE - 1)
-    save_tokenizer(tmp_path / "small")
-    message = refusal(capsys, arguments(tmp_path / "small", data, tmp_path / "out", draft=draft_of(target)))
-    assert f"token ids up to {VOCAB_SIZE - 1}, its model only {small.config.vocab_size} embeddings" in message
-    make_pair(tmp_path / "mute", vocab_size=VOCAB_SIZE)
-    message = refusal(capsys, arguments(tmp_path / "mute", data, tmp_path / "out", draft=draft_of(target)))
-    assert "no tokenizer that loads" in message
-    checkpoint = tmp_path / "checkpoint"
+    small, mute, checkpoint = tmp_path / "small", tmp_path / "mute", tmp_path / "checkpoint"
+    embeddings = make_pair(small, vocab_size=VOCAB_SIZE - 1).config.vocab_size
+    save_tokenizer(small)
+    assert f"token ids up to {VOCAB_SIZE - 1}, its model only {embeddings} embeddings" in refused(target=small)
+    make_pair(mute, vocab_size=VOCAB_SIZE)
+    assert "no tokenizer that loads" in refused(target=mute)
     save_tokenizer(checkpoint, reversed_ids=True)
-    (checkpoint / "draft_model_weights.pth").write_bytes(draft_of(target).read_bytes())
+    (checkpoint / "draft_model_weights.pth").write_bytes(draft_of(setting[0]).read_bytes())
     for draft in (checkpoint, checkpoint / "draft_model_weights.pth"):
-        message = refusal(capsys, arguments(target, data, tmp_path / "out", draft=draft))
-        assert "its tokenizer is not the target's: 256 ids differ" in message
+        assert "its tokenizer is not the target's: 256 ids differ" in refused(draft=draft)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(
-    setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: Callable[..., str], setting: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    target, data = setting
-
-    def refused(folder: Path) -> str:
-        return refusal(capsys, arguments(folder, data, tmp_path / "out", draft=draft_of(target)))
-
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no model checkpoint" in refused(empty)
-    assert "no model checkpoint" in refused(tmp_path / "nowhere")
-    (empty / "config.json").write_bytes((target / "config.json").read_bytes())
-    assert "no model checkpoint (no model.safetensors" in refused(empty)
-    config = json.loads((target / "config.json").read_text())
+    assert "no model checkpoint" in refused(target=empty)
+    assert "no model checkpoint" in refused(target=tmp_path / "nowhere")
+    config = json.loads((setting[0] / "config.json").read_text())
+    (empty / "config.json").write_text(json.dumps(config))
+    assert "no model checkpoint (no model.safetensors" in refused(target=empty)
     (empty / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "the supported families are llama, qwen2" in refused(empty)
+    assert "the supported families are llama, qwen2" in refused(target=empty)
 
 
 def test_published_pairs() -> None:

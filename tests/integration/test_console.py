@@ -219,20 +219,14 @@ def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeyp
     assert [byte_tokenizer().decode(ids) for ids in asked] == ["<user>hello</s><a>", "hello"]
 
 
-def test_prompts_that_leave_no_room_are_named_before_anything_is_generated(target: Path) -> None:
-    with pytest.raises(UserError, match="prompt 2: 4210 tokens"):
-        raise invoke("generate", "a", "b" * 4200, "--model", target, code=1).exception
-
-
 def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(target: Path, tmp_path: Path) -> None:
     """Too long ones, and those that the chat template rejects. The rest is answered and continued as ever."""
     strict = tmp_path / "strict"
     shutil.copytree(target, strict)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0].content == 'bad' %}{{ raise_exception('order') }}{% endif %}" + TEMPLATE
-    )
-    tokenizer.save_pretrained(strict)
+    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('order') }}{% endif %}" + TEMPLATE
+    byte_tokenizer(template).save_pretrained(strict)
+    with pytest.raises(UserError, match="prompt 2: 4210 tokens"):
+        raise invoke("generate", "a", "b" * 4200, "--model", target, code=1).exception
     asked = tmp_path / "asked.txt"
     asked.write_text("\n".join(["a", "bad", "b" * 4200, "c", "d"]))
     given = ["generate", asked, "--model", strict, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 4]

@@ -4,44 +4,33 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from pipeline_fixtures import TEMPLATE
 from tiny_tokenizer import byte_tokenizer
-from torch import Tensor
 from training_fixtures import make_target
 from transformers import AutoTokenizer
 
-from longspec import generate, load_pair
 from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
-from longspec.inference.answering import Listener, answer_all
-from longspec.inference.engine.requests import Request
-from longspec.inference.methods import Drafting
 from longspec.inference.pairs import PAIRS, Pair
-from longspec.inference.request import Sampling, row_seed
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
 from longspec.regenerate.shards import SplitShards
 from longspec.regenerate.writer import Writer
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target whose EOS is so likely that answers end at many lengths."""
     folder = make_target(tmp_path_factory.mktemp("target"), eos_token_id=2)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -64,33 +53,6 @@ def settings(target: Path, output: Path, **changes: object) -> Settings:
 def read(path: Path | None) -> list[dict]:
     assert path is not None
     return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
-def test_answers_are_those_of_generate_whatever_the_batches(target: Path) -> None:
-    """Greedy rows stand next to sampled ones, and rows are given to waiting prompts at different times."""
-    model, _ = load_pair(str(target))
-    prompts = [torch.arange(6, 6 + length) for length in (3, 17, 5, 40, 8, 9, 30, 4, 11, 20, 6, 15)]
-    # One row in four has a long answer, so the others end first and the batch leaves it behind.
-    stops, limits = [40, 41, 42], [24 if row % 4 == 1 else 5 + row % 3 for row in range(len(prompts))]
-    temperatures = [0.7 if row % 4 == 0 else 0.0 for row in range(len(prompts))]
-    samplings = [Sampling(temperature, seed=row_seed(0, row)) for row, temperature in enumerate(temperatures)]
-    requests = [
-        Request(*one, frozenset(stops)) for one in zip(map(Tensor.tolist, prompts), limits, samplings, strict=True)
-    ]
-    answers: list[list[int]] = [[] for _ in prompts]
-    again: list[list[int]] = [[] for _ in prompts]
-    for batch_size, found in ((4, answers), (3, again)):
-        listener = Listener(lambda number, event, found=found: found[number].extend(event.ids), in_blocks=True)
-        answer_all(model, Drafting("vanilla"), requests, batch_size, listener)
-    assert again == answers
-    for row, answer in enumerate(answers):
-        settings = {"method": "vanilla", "max_new_tokens": limits[row], "eos_token_id": stops, "seed": row_seed(0, row)}
-        alone = generate(model, prompts[row][None], temperature=temperatures[row], **settings)
-        assert answer == alone.new_tokens[0].tolist()
-        assert not set(stops) & set(answer[:-1])
-    lengths = [len(answer) for answer in answers]
-    assert any(length < limit for length, limit in zip(lengths, limits, strict=True))
-    assert any(length == limit for length, limit in zip(lengths, limits, strict=True))
 
 
 def test_progress_counts_each_prompt_once_and_as_soon_as_its_answer_is_complete(
@@ -140,8 +102,8 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
 
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
-    """A resumed run writes only the missing shards."""
-    given = settings(target, tmp_path, files=(str(questions),))
+    """A resumed run writes only the missing shards, which have the size of those that exist."""
+    given = settings(target, tmp_path, files=(str(questions),), top_p=0.99)
     whole = regenerate(given)
     first = Path(str(whole)).read_bytes()
     shards = sorted((tmp_path / "train.shards").glob("shard-*"))
@@ -149,10 +111,11 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     kept, lost = shards[0].stat().st_mtime_ns, shards[1].read_bytes()
     shards[1].unlink()
     Path(str(whole)).unlink()
-    assert Path(str(regenerate(given))).read_bytes() == first
+    assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
-    with pytest.raises(UserError, match=r"has shards of a different run \(seed: 0 there, 1 here\)"):
-        regenerate(settings(target, tmp_path, files=(str(questions),), seed=1))
+    for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, 1.0 here"):
+        with pytest.raises(UserError, match=rf"has shards of a different run \({differing}\)"):
+            regenerate(replace(given, **other))
 
 
 def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
@@ -184,13 +147,10 @@ def test_loops_are_told_from_text_even_at_its_end() -> None:
     assert loops(text + [7, 8, 9] * 40)
 
 
-def test_user_turns_open_as_the_chat_template_says(target: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    assert user_turn_marks(tokenizer) == ("<|im_start|>user\n", "<|im_end|>\n")
-    tokenizer.chat_template = None
+def test_user_turns_open_as_the_chat_template_says() -> None:
+    assert user_turn_marks(byte_tokenizer(TEMPLATE)) == ("<|im_start|>user\n", "<|im_end|>\n")
     with pytest.raises(UserError, match="no chat template"):
-        user_turn_marks(tokenizer)
+        user_turn_marks(byte_tokenizer())
 
 
 def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +165,7 @@ def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, caps
 def test_a_stopped_command_says_how_to_go_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole shards stay, and the rest is written later as if nothing had happened."""
+    """Whole shards stay, of few prompts by default, and the rest is written later as if nothing had happened."""
     records, calls = Writer._records, []
 
     def stop(self: Writer, shard: Any) -> list[dict]:
@@ -214,14 +174,14 @@ def test_a_stopped_command_says_how_to_go_on(
             os.kill(os.getpid(), signal.SIGINT)
         return records(self, shard)
 
-    line = ["--target", str(target), "--count", "16", "--shard_size", "4", "--max_new_tokens", "6"]
+    line = ["--target", str(target), "--count", "200", "--max_new_tokens", "6"]
     line += ["--max_turn_tokens", "48"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(Writer, "_records", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")
-    assert 1 <= len([*(tmp_path / "stopped" / "train.shards").glob("shard-*")]) <= 3
+    assert 1 <= len([*(tmp_path / "stopped" / "train.shards").glob("shard-*-of-00100")]) < 100
     for name in ("stopped", "straight"):
         main([*line, "--output_dir", str(tmp_path / name)])
     assert (tmp_path / "stopped/train.jsonl").read_bytes() == (tmp_path / "straight/train.jsonl").read_bytes()
@@ -301,12 +261,11 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, path = make_target(tmp_path / "target", eos_token_id=2), tmp_path / "asked.jsonl"
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}"
         "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
-    tokenizer.save_pretrained(target)
+    byte_tokenizer(template).save_pretrained(target)
     good = {"messages": [{"role": "user", "content": "one"}]}
     bad = {"messages": good["messages"] * 2}
     path.write_text("".join(json.dumps(record) + "\n" for record in [good] * 4 + [bad]))
@@ -326,13 +285,19 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
     assert "asked.jsonl, line 1: " in (error := capsys.readouterr().err) and error.endswith("; no prompt is left\n")
 
 
-def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
+def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is deleted meanwhile is not created again, because it would have no lock."""
     given = settings(target, tmp_path, count=4)
     with (
         SplitShards(given, 4).claimed({"seed": 0}),
         pytest.raises(UserError, match=rf"another run \(process {os.getpid()} "),
     ):
         regenerate(given)
+    shutil.rmtree(folder := tmp_path / "train.shards")
+    monkeypatch.setattr(Writer, "_records", lambda *_: shutil.rmtree(folder) or [])
+    with pytest.raises(UserError, match=r"shard-00000-of-00001: cannot be written \(No such file or directory\)"):
+        regenerate(replace(given, temperatures=(1.0,), max_turn_tokens=48))
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("content", ["", "a: ["])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,12 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
 def test_an_output_folder_that_cannot_be_created_is_refused(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One that is deleted during the run is not created again, because it would have no lock."""
+    out = tmp_path / "deleted"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setattr(measurement, "_warm_up", lambda *_: shutil.rmtree(out))
+        main(arguments(*pair, out, *SAMPLED))
+    assert "run.json: cannot be written (No such file" in capsys.readouterr().err and not out.exists()
     monkeypatch.setattr(measurement, "load_model", no_weights)
     (tmp_path / "file").touch()
     for out, complaint in (

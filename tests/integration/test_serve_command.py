@@ -15,8 +15,9 @@ import openai
 import psutil
 import pytest
 from fastapi import FastAPI
-from http_server import TEMPLATE, chat_tokenizer, printable_pair
+from http_server import TEMPLATE, printable_pair
 from starlette.testclient import TestClient
+from tiny_tokenizer import byte_tokenizer
 from transformers import GenerationConfig
 from typer.testing import CliRunner
 
@@ -112,9 +113,7 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
     """Those that the template does not have change nothing and are named; those of the command stay."""
     printable_pair(tmp_path)
     template = "{% if shout is defined %}<{{ shout }}>{% endif %}{{ depth }}" + TEMPLATE
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(tmp_path)
+    byte_tokenizer(template).save_pretrained(tmp_path)
     replies = []
 
     def probe(client: TestClient) -> None:

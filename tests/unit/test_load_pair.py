@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from training_fixtures import make_target
+from transformers.utils import logging
 
 from longspec import LlamaGlide, generate, load_pair
 from longspec.errors import UserError
@@ -14,14 +15,19 @@ from longspec.inference import registry
 from longspec.models.weight_files import stored_weights
 
 
-def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(tmp_path: Path) -> None:
+def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = make_target(tmp_path / "target")
+    logging.enable_progress_bar()
+    capsys.readouterr()
     pair, tokenizer = load_pair(str(target), dtype=torch.float64)
     assert pair.dtype == torch.float64 and not pair.training
     prompt = tokenizer("the target reads", return_tensors="pt")["input_ids"]
     assert len(generate(pair, prompt, method="magicdec", max_new_tokens=5).new_tokens[0]) <= 5
     torch.save(pair.draft_model.state_dict(), tmp_path / "draft.pth")
     again, _ = load_pair(str(target), draft=str(tmp_path / "draft.pth"))
+    assert not capsys.readouterr().err and logging.is_progress_bar_enabled(), "no bar, and the user's setting stays"
     assert again.dtype == torch.float32
     for name, weight in again.draft_model.state_dict().items():
         torch.testing.assert_close(weight, pair.draft_model.state_dict()[name].float(), rtol=0, atol=0)

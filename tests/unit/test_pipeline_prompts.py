@@ -82,7 +82,8 @@ def test_a_task_may_have_its_own_number_of_prompts(target: TargetText, tmp_path:
     lengths = planned_lengths(settings, "test")["everyday"]
     records = list(Makers(target, Texts(), [], [], "test").records("everyday", lengths, random.Random(0)))
     assert len({record["messages"][0]["content"] for record in records}) == len(records) == 30
-    write_atomically(prompts_file(tmp_path, "test", "everyday"), "".join(json.dumps(one) + "\n" for one in records))
+    asked = "".join(json.dumps(one) + "\n" for one in records)
+    write_atomically(prompts_file(tmp_path, "test", "everyday"), asked, make_folder=True)
     (cell,) = cells(settings.evaluation, tmp_path)
     assert len(cell.prompts) == 30
 

@@ -1,18 +1,22 @@
 """Settings of `longspec draft`: one-line errors, stages, launch commands, and resumed evaluations."""
 
 import json
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline_fixtures import make_chat_target
 
+from experiments.arms import read_experiment
+from experiments.comparison import read_comparison
 from longspec.errors import UserError
 from longspec.pipeline import training
 from longspec.pipeline.files import answers_file, read_jsonl, training_files
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch_line
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
-from longspec.pipeline.training import batches, run_folder, stage_facts, train, train_stage
+from longspec.pipeline.training import batches, run_folder, stage_facts, train
 from longspec.replacing import write_atomically
 from longspec.train.config import load_config
 
@@ -54,19 +58,28 @@ def test_settings_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert load_settings(tmp_path / "settings.yaml") == settings == load_settings(settings)
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_experiment_is_valid(file: Path) -> None:
+    settings = load_settings(file)
+    if file.stem.startswith("drafts_"):
+        assert read_comparison(settings).arms
+    elif settings.experiment:
+        assert read_experiment(settings).goals
+
+
 def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path: Path) -> None:
     """The learning rate is only in the trainer's config, which may change while the experiment's settings do not."""
-    settings = load()
-    stage = settings.training.stages["stage1"]
-    facts = stage_facts(stage, 0)
+    settings = load(f"target={make_chat_target(tmp_path / 'target')}", "probes={}")
+    facts = stage_facts(settings.training.stages["stage1"], 0)
     assert facts["trainer.model.kv_layers"] == [18]
     for split in ("train", "validation"):
-        write_atomically(answers_file(tmp_path, "chat", split), "{}\n")
-    write_atomically(tmp_path / "stage1" / "settings.json", json.dumps(facts | {"trainer.learning_rate": 2e-3}))
+        write_atomically(answers_file(tmp_path, "chat", split), "{}\n", make_folder=True)
+    other = json.dumps(facts | {"trainer.learning_rate": 2e-3})
+    write_atomically(run_folder(tmp_path, 0) / "stage1" / "settings.json", other, make_folder=True)
     with pytest.raises(
         UserError, match=r"made with trainer\.learning_rate 0\.002, not 0\.004; use another --output_dir"
     ):
-        train_stage(tmp_path / "stage1", stage, settings, tmp_path, "target", None, 0)
+        train("stage1", settings, tmp_path)
 
 
 def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
@@ -75,7 +88,7 @@ def test_records_to_replay_are_spread_over_their_run(tmp_path: Path) -> None:
     stage.answers, stage.replay = ["code"], {"chat": 3, "short": 9, "gsm8k": 1}
     for name in ("code", "chat", "short"):
         lines = [json.dumps({"text": f"{name}\u2028{n}"}, ensure_ascii=False) + "\n" for n in range(7)]
-        write_atomically(answers_file(tmp_path, name, "train"), "".join(lines))
+        write_atomically(answers_file(tmp_path, name, "train"), "".join(lines), make_folder=True)
     whole, *parts = map(Path, training_files(tmp_path, stage))
     assert whole == answers_file(tmp_path, "code", "train")
     texts = [[record["text"] for record in read_jsonl(part)] for part in parts]
@@ -97,25 +110,31 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
     candidates = "{none: {model.kv_layers: []}, two: {model.kv_layers: [2]}, three: {model.kv_layers: [3]}}"
     target = make_chat_target(tmp_path / "target")
     settings = load(f"probes={{layers: {{candidates: {candidates}, adopt: true}}}}", f"target={target}")
-    trained = []
-    monkeypatch.setattr(training, "train_stage", lambda folder, stage, *rest: trained.append((folder, stage, rest[3])))
+    trained: list[dict[str, Any]] = []
+    monkeypatch.setattr(training, "launch_line", lambda config, overrides, ranks: trained.append(overrides))
+    monkeypatch.setattr(training, "launch", lambda *_: 0.0)
+    for name, split in product(("chat", *settings.answers), ("train", "validation")):
+        write_atomically(answers_file(tmp_path, name, split), "{}\n", make_folder=True)
     with pytest.raises(UserError, match=r"layers\.json: no such file; stage 1 takes its layers"):
         train("stage1", settings, tmp_path)
     # (correct tokens, chains) per row; the longer texts decide between two and three.
     short, long = [(10.0, 10.0), (30.0, 10.0)], [(5.0, 10.0)]
     scores = {"none": {"short": [(10.0, 10.0), (5.0, 10.0)], "long": long}, "two": {"short": short, "long": long}}
     scores["three"] = {"short": short, "long": [(9.0, 10.0)]}
-    write_atomically(tmp_path / "probes" / "layers.json", json.dumps(scores))
+    write_atomically(tmp_path / "probes" / "layers.json", json.dumps(scores), make_folder=True)
     assert best_candidate(scores) == "three"
     rows = probe_table(scores).set_index("candidate")
     assert (rows["short"]["two"], rows["short, relative"]["none"]) == ("3.000", "")
     assert rows["short, relative"]["two"].startswith("+71.4% ±")
-    train("stage1", settings, tmp_path)
-    train("stage2", settings, tmp_path)
-    (_, first, no_draft), (folder, second, draft) = trained
-    assert first.overrides["model.kv_layers"] == [3] and "model.kv_layers" not in second.overrides
-    assert no_draft is None and draft == run_folder(tmp_path, 0) / "stage1" / "checkpoint-last"
-    assert folder == run_folder(tmp_path, 0) / "stage2"
+    for stage in ("stage1", "stage2"):
+        with pytest.raises(UserError, match=f"{stage}: training ended before its last step"):
+            train(stage, settings, tmp_path)
+    first, second = trained
+    assert first["model.kv_layers"] == [3] and "model.kv_layers" not in second
+    folder = run_folder(tmp_path, 0)
+    assert first["draft_model_name_or_path"] is None
+    assert second["draft_model_name_or_path"] == str(folder / "stage1" / "checkpoint-last")
+    assert second["output_dir"] == str(folder / "stage2")
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])

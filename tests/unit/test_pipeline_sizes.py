@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
-from longspec.pipeline.estimates import Machine, Target, estimate
+from longspec.pipeline.estimates import Estimate, Machine, Target, estimate
+from longspec.pipeline.files import settings_file
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
@@ -108,22 +110,19 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     assert note.endswith(line.removeprefix("error: "))
 
 
-def test_a_quantized_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = make_chat_target(tmp_path / "target") / "config.json"
+def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is quantized, and one without a chat template."""
+    file, plain = make_chat_target(tmp_path / "target") / "config.json", make_target(tmp_path / "plain")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        command.main([str(file.parent)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is quantized; train the draft for the unquantized weights" in line
-
-
-def test_a_target_without_a_chat_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make_target(tmp_path / "target")
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
-    assert "has no chat template" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for folder, problem in (
+        (file.parent, "is quantized; train the draft for the unquantized weights"),
+        (plain, "has no chat template"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert problem in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("option", "value"), [("hours", "nan"), ("hours", "inf"), ("hours", "0"), ("contexts", "-5")])
@@ -150,12 +149,25 @@ def test_a_dry_run_prints_a_file_for_config(
     assert file.read_text().startswith(f"# target: {folder}, llama, ")
 
 
-def test_a_folder_of_another_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_deleted_between_two_steps_is_not_created_again(tmp_path: Path) -> None:
+    (root := tmp_path / "root").mkdir()
+    settings_file(root).touch()
+    steps = {"chat": lambda: shutil.rmtree(root), "prompts": root.mkdir}
+    with pytest.raises(UserError, match="root: was removed during the run"):
+        run.run_steps(steps, root, Estimate(dict.fromkeys(steps, 1.0), {}, 0.0))
+    assert not root.exists()
+
+
+def test_a_folder_that_does_not_suit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of another plan, and one that cannot be created."""
     folder = make_chat_target(tmp_path / "target")
     command.main([str(folder), "--dry_run"])
     (tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
     with pytest.raises(SystemExit):
         command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([str(folder), "--output_dir", f"{tmp_path}/settings.yaml/out", "--yes"])
+    assert capsys.readouterr().err.endswith("settings.yaml/out/.lock cannot be written (Not a directory)\n")
     # More contexts than the target has positions are the same plan.
     command.main([str(folder), "--output_dir", str(tmp_path), "--contexts", "999999", "--dry_run"])

@@ -30,10 +30,11 @@ def result(name: str, tokens: int) -> tuple[TaskPrompt, list[int], str]:
     return TaskPrompt(name, [0] * 12), list(range(tokens)), "täxt\n"
 
 
-def two_lines() -> list[Line]:
-    """Those of samples that were decoded together."""
+def three_lines() -> list[Line]:
+    """Two samples that were decoded together, and a third one."""
     first, second = stats([1], 4, [1, 1], 0.5, ttft=1.0), stats([3], 6, [2, 1], 1.5, ttft=1.0)
-    return [sample_line(*result("a", 5), first, 0, rows=2), sample_line(*result("b", 7), second, 1, rows=2)]
+    lines = [sample_line(*result("a", 5), first, 0, rows=2), sample_line(*result("b", 7), second, 1, rows=2)]
+    return [*lines, sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)]
 
 
 def refuse_nan(constant: str) -> None:
@@ -63,11 +64,16 @@ def test_acceptance_is_pooled_over_passes_not_averaged_over_samples() -> None:
     assert pooled.peak_memory_bytes == 1000
 
 
+def written(folder: Path) -> dict:
+    """Write three lines; the summary."""
+    report = opened(folder)
+    for line in three_lines():
+        report.add(line)
+    return finish(report)
+
+
 def test_summary_pools_samples_and_weighs_first_tokens_by_sample(tmp_path: Path) -> None:
-    report = opened(tmp_path)
-    report.add(two_lines())
-    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
-    summary = finish(report)
+    summary = written(tmp_path)
     assert summary["samples"] == 3 and summary["new_tokens"] == 15
     assert summary["mean_acceptance_length"] == pytest.approx(2.0)
     assert summary["accepted_by_depth"] == [3, 2]
@@ -79,62 +85,38 @@ def test_summary_pools_samples_and_weighs_first_tokens_by_sample(tmp_path: Path)
     assert "acceptance length    2.000" in table(summary)
 
 
-def test_a_line_is_on_disk_as_soon_as_its_sample_is_finished(tmp_path: Path) -> None:
+def test_a_line_has_its_samples_figures_with_null_instead_of_nan(tmp_path: Path) -> None:
     report = opened(tmp_path)
-    report.add([sample_line(*result("a", 5), stats([2], 4, [1]), 0)])
-    (line,) = lines_of(tmp_path)
-    assert (line["id"], line["prompt_tokens"], line["new_tokens"]) == ("a", 12, 5)
-    assert (line["text"], line["token_ids"]) == ("täxt\n", [0, 1, 2, 3, 4])
-    assert (line["acceptance_length"], line["rounds"]) == (2.0, 2)
-    report.add([sample_line(*result("b", 1), stats([0], 0, [0]), 1)])
-    assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]
-
-
-def test_a_run_without_passes_has_null_instead_of_nan(tmp_path: Path) -> None:
-    report = opened(tmp_path)
-    report.add([sample_line(*result("a", 1), stats([0], 0, [0], seconds=0.0), 0)])
-    summary = finish(report)
+    report.add(sample_line(*result("a", 5), stats([2], 4, [1]), 0))
+    report.add(sample_line(*result("b", 1), stats([0], 0, [0], seconds=0.0), 1))
+    one, other = lines_of(tmp_path)
+    assert (one["id"], one["prompt_tokens"], one["new_tokens"]) == ("a", 12, 5)
+    assert (one["text"], one["token_ids"]) == ("täxt\n", [0, 1, 2, 3, 4])
+    assert (one["acceptance_length"], one["rounds"], other["acceptance_length"]) == (2.0, 2, None)
+    summary = summarize(report.lines[1:], 1, CPU, FACTS)
     assert math.isnan(pool([]).mean_acceptance_length)
     assert summary["mean_acceptance_length"] is None and summary["tokens_per_second"] is None
-    assert lines_of(tmp_path)[0]["acceptance_length"] is None
     assert "acceptance length    -" in table(summary)
-
-
-def two_batches(folder: Path) -> dict:
-    """Samples a and b, which were decoded together, and c; the summary."""
-    report = opened(folder)
-    report.add(two_lines())
-    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
-    return finish(report)
-
-
-def test_the_summary_follows_from_the_lines_on_disk(tmp_path: Path) -> None:
-    summary = two_batches(tmp_path)
-    assert opened(tmp_path).done == {0, 1, 2}
-    assert finish(opened(tmp_path)) == summary
 
 
 @pytest.mark.parametrize(("lines", "cut"), [(2, 0), (2, 9), (1, 0), (1, 9), (0, 9)])
 def test_a_cut_report_continues_after_its_last_complete_line(tmp_path: Path, lines: int, cut: int) -> None:
-    """`cut` bytes of the next line are on disk; a batch of which some lines are missing is run again as a whole."""
-    summary, path = two_batches(tmp_path), tmp_path / SAMPLES_NAME
+    """`cut` bytes of the next line are on disk. Reading changes nothing, and a new line is written at once."""
+    summary, path = written(tmp_path), tmp_path / SAMPLES_NAME
     whole = path.read_bytes().splitlines(keepends=True)
-    kept = b"".join(whole[:lines])
-    path.write_bytes(kept + whole[lines][:cut])
+    left = b"".join(whole)[: len(b"".join(whole[:lines])) + cut]
+    path.write_bytes(left)
     report = opened(tmp_path)
-    assert report.done == set(range(lines)) and path.read_bytes() == kept + whole[lines][:cut], (
-        "reading changes nothing"
-    )
-    if lines < 2:
-        report.add(two_lines())
-    report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)])
-    assert path.read_bytes() == b"".join(whole)
+    assert report.done == set(range(lines)) and path.read_bytes() == left
+    for number, line in enumerate(three_lines()[lines:], lines + 1):
+        report.add(line)
+        assert path.read_bytes() == b"".join(whole[:number])
     assert finish(report) == summary == finish(opened(tmp_path))
 
 
 def test_parts_are_collected_once(tmp_path: Path) -> None:
     """A part may hold lines that a killed process has already collected, and an incomplete last line."""
-    summary, path = two_batches(tmp_path), tmp_path / SAMPLES_NAME
+    summary, path = written(tmp_path), tmp_path / SAMPLES_NAME
     first, second, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(third)
     (tmp_path / f"{SAMPLES_NAME}.rank-1").write_bytes(third + first + second[:9])
@@ -147,7 +129,7 @@ def test_parts_are_collected_once(tmp_path: Path) -> None:
 
 def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) -> None:
     """With the summary and the parts of the earlier run, and before the new configuration is stored."""
-    two_batches(tmp_path)
+    written(tmp_path)
     before = (tmp_path / SAMPLES_NAME).read_bytes()
     earlier = [tmp_path / SUMMARY_NAME, part_path(tmp_path / SAMPLES_NAME, 1)]
     for path in earlier:
@@ -156,14 +138,14 @@ def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) 
     with open_run(tmp_path, record, overwrite=True) as report:
         assert report.done == set() and (tmp_path / SAMPLES_NAME).read_bytes() == before
         assert all(path.exists() for path in earlier) and not (tmp_path / RUN_NAME).exists()
-        report.add([sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 0)])
-    assert [line["id"] for line in lines_of(tmp_path)] == ["c"] and not any(path.exists() for path in earlier)
+        report.add(three_lines()[0])
+    assert [line["id"] for line in lines_of(tmp_path)] == ["a"] and not any(path.exists() for path in earlier)
     assert json.loads((tmp_path / RUN_NAME).read_text()) == record
 
 
 @pytest.mark.parametrize("line", ["{", "7", "{}", '{"index": 0, "batch": {"first": 0}}', "\0\0\0"])
 def test_a_complete_line_of_something_else_is_refused(tmp_path: Path, line: str) -> None:
-    two_batches(tmp_path)
+    written(tmp_path)
     with (tmp_path / SAMPLES_NAME).open("a") as handle:
         handle.write(line + "\n")
     with pytest.raises(UserError, match=r"samples\.jsonl, line 4: not a line of results"):
@@ -175,7 +157,7 @@ def test_any_text_is_an_id(tmp_path: Path) -> None:
     ids = ["\ud800", "../../x", "a\nb", "\u2028\x85", "\0", "ä", ""]
     report = opened(tmp_path)
     for first, name in enumerate(ids):
-        report.add([sample_line(*result(name, 1), stats([0], 0, [0]), first)])
+        report.add(sample_line(*result(name, 1), stats([0], 0, [0]), first))
     raw = (tmp_path / SAMPLES_NAME).read_bytes().split(b"\n")[:-1]
     assert [json.loads(line.decode())["id"] for line in raw] == ids
     assert opened(tmp_path).done == set(range(len(ids)))
@@ -184,16 +166,16 @@ def test_any_text_is_an_id(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_lines_that_are_there(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: part of the next line fits."""
     report = opened(tmp_path)
-    report.add([sample_line(*result("a", 5), stats([2], 4, [1]), 0)])
+    report.add(sample_line(*result("a", 5), stats([2], 4, [1]), 0))
     before = (tmp_path / SAMPLES_NAME).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
     try:
         with pytest.raises(UserError, match="1 results are saved; the same command continues"):
-            report.add([sample_line(*result("b", 5), stats([2], 4, [1]), 1)])
+            report.add(sample_line(*result("b", 5), stats([2], 4, [1]), 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / SAMPLES_NAME).read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME]
-    report.add([sample_line(*result("b", 5), stats([2], 4, [1]), 1)])
+    report.add(sample_line(*result("b", 5), stats([2], 4, [1]), 1))
     assert [line["id"] for line in lines_of(tmp_path)] == ["a", "b"]

@@ -7,7 +7,7 @@ import pytest
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.errors import UserError
-from longspec.longbench.prompts import Question, encode_question, read_prompt, read_questions, select_prompts
+from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.tasks import TASKS
 
 LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
@@ -26,13 +26,10 @@ def record(**fields: object) -> dict[str, object]:
     return {"input": "question", "context": "context", **rest, "_id": "r0", **fields}
 
 
-def questions_of(*lengths: int) -> list[Question]:
-    return [Question(str(number), "x" * length) for number, length in enumerate(lengths)]
-
-
-def prompt_length(text: str) -> int:
-    sample = encode_question(Question("0", text), "qwen2", byte_tokenizer(), "published")
-    return len(sample.token_ids)
+def selected(name: str, lengths: list[int], *limits: int) -> Selection:
+    """Of prompts with these numbers of tokens."""
+    questions = [(str(number), "x" * length) for number, length in enumerate(lengths)]
+    return select_prompts(name, questions, byte_tokenizer(), *limits)
 
 
 def test_answer_lengths_are_longbenchs() -> None:
@@ -47,10 +44,10 @@ def test_records_become_longbench_prompts_with_braces_left_alone(tmp_path: Path)
     (code,) = read_questions("repobench-p", tmp_path)
     (meeting,) = read_questions("qmsum", tmp_path)
     (riddle,) = read_questions("aime24", tmp_path)
-    assert code.prompt == "Please complete the code given below. \nf = {0}\ng({x})\nNext line of code:\n"
-    assert "\n\nTranscript:\nA: {hi}\n\nNow, answer" in meeting.prompt
-    assert meeting.prompt.endswith("in one or more sentences.\n\nQuery: Who?\nAnswer:")
-    assert (riddle.id, riddle.prompt) == ("60", "Find $\\frac{1}{2}$.")
+    assert code[1] == "Please complete the code given below. \nf = {0}\ng({x})\nNext line of code:\n"
+    assert "\n\nTranscript:\nA: {hi}\n\nNow, answer" in meeting[1]
+    assert meeting[1].endswith("in one or more sentences.\n\nQuery: Who?\nAnswer:")
+    assert riddle == ("60", "Find $\\frac{1}{2}$.")
 
 
 LLAMA = ("<s>system\nYou are a helpful assistant</s>\n<s>user\n", "</s>\n<s>assistant\n")
@@ -58,26 +55,6 @@ QWEN2 = (
     "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n",
     "<|im_end|>\n<|im_start|>assistant\n",
 )
-PUBLISHED = {
-    "gov_report": (
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
-        "Report:\nC {0}\n\nNow, write a one-page summary of the report.",
-        "Summary:",
-    ),
-    "qmsum": (
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
-        "or more sentences.\n\nTranscript:\nC {0}\n\nNow, answer the query based on the above meeting transcript in "
-        "one or more sentences.\n\nQuery: Q",
-        "Answer:",
-    ),
-    "multi_news": (
-        "You are given several news passages. Write a one-page summary of all news. \n\n"
-        "News:\nC {0}\n\nNow, write a one-page summary of all the news.",
-        "Summary:",
-    ),
-    "lcc": ("Please complete the code given below. \nC {0}Now, complete the code given.", ""),
-    "repobench-p": ("Please complete the code given below. \nC {0}Now, complete the code given.", ""),
-}
 LONGBENCH_PROMPTS = {
     "gov_report": "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
     "Report:\nC {0}\n\nNow, write a one-page summary of the report.\n\nSummary:",
@@ -89,27 +66,30 @@ LONGBENCH_PROMPTS = {
     "lcc": "Please complete the code given below. \nC {0}Next line of code:\n",
     "repobench-p": "Please complete the code given below. \nC {0}QNext line of code:\n",
 }
+PUBLISHED_CODE = "Please complete the code given below. \nC {0}Now, complete the code given."
+WORDS = {"gov_report": "Summary:", "qmsum": "Answer:", "multi_news": "Summary:"}
 
 
 def asked(folder: Path, task: str, family: str, tokenizer: object, chat_format: str, prompt: str | None = None) -> str:
     """The text that a record with context "C {0}" and input "Q" becomes."""
     write_task(folder, task, record(context="C {0}", input="Q"))
-    (question,) = read_questions(task, folder, family, chat_format, prompt)
-    return byte_tokenizer().decode(encode_question(question, family, tokenizer, chat_format).token_ids)
+    questions = read_questions(task, folder, family, tokenizer, chat_format, prompt)
+    (asked,) = select_prompts(task, questions, byte_tokenizer(), longest=10_000).prompts
+    return byte_tokenizer().decode(asked.token_ids)
 
 
 @pytest.mark.parametrize("task", LONGBENCH)
 def test_prompts_of_the_published_pairs_are_the_published_ones(tmp_path: Path, task: str) -> None:
     """The word that opens the answer stands after the assistant's header alone, and only for Llama targets."""
-    user_turn, word = PUBLISHED[task]
+    word = WORDS.get(task, "")
+    user_turn = LONGBENCH_PROMPTS[task].removesuffix(word).rstrip("\n") if word else PUBLISHED_CODE
     assert asked(tmp_path, task, "llama", byte_tokenizer(), "published") == user_turn.join(LLAMA) + word
     assert asked(tmp_path, task, "qwen2", byte_tokenizer(), "published") == user_turn.join(QWEN2)
 
 
 @pytest.mark.parametrize("task", LONGBENCH)
 def test_prompts_of_other_targets_are_longbenchs(tmp_path: Path, task: str) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     assert asked(tmp_path, task, "llama", tokenizer, "tokenizer") == f"[user]{LONGBENCH_PROMPTS[task]}"
     assert asked(tmp_path, task, "llama", byte_tokenizer(), "plain") == LONGBENCH_PROMPTS[task]
 
@@ -138,41 +118,29 @@ def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: s
     with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}") as error:
         read_prompt(tmp_path / "prompts.json", "lcc")
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"--prompt_file: .*nowhere\.json is not a readable JSON file"):
+    with pytest.raises(
+        UserError, match=r"nowhere\.json is not a readable JSON file \{task: prompt\} \(No such file or directory\)$"
+    ):
         read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
 def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> None:
-    """1200 < n <= window - 2000: the lower end is left out, the upper one kept."""
-    shortest, longest = prompt_length("x" * 20), prompt_length("x" * 30)
-    questions = questions_of(19, 20, 21, 30, 31, 90)
-    selection = select_prompts("lcc", questions, "qwen2", byte_tokenizer(), "published", 0, shortest, longest)
+    """1200 < n <= window - 2000: the lower end is left out, the upper one kept. AIME24 keeps every length."""
+    selection = selected("lcc", [19, 20, 21, 30, 31, 90], 0, 20, 30)
     assert [sample.id for sample in selection.prompts] == ["2", "3"]
     assert (selection.too_short, selection.too_long, selection.not_reached) == (2, 2, 0)
-    line = selection.describe("lcc", shortest, longest)
-    assert line == (
-        f"lcc: 2 prompts kept, 4 left out (2 of {shortest} tokens or fewer, 2 of more than {longest} tokens)"
-    )
+    line = "lcc: 2 prompts kept, 4 left out (2 of 20 tokens or fewer, 2 of more than 30 tokens)"
+    assert selection.describe("lcc", 20, 30) == line
+    assert len(selected("aime24", [2, 5000], 0, 1200, 2000).prompts) == 2
+    with pytest.raises(UserError, match="0 prompts kept, 2 left out"):
+        selected("lcc", [2, 3], 0, 1200, 2000)
 
 
 def test_test_length_counts_kept_prompts() -> None:
-    shortest = prompt_length("x" * 20)
-    questions = questions_of(5, 30, 6, 31, 32, 33)
-    selection = select_prompts("lcc", questions, "qwen2", byte_tokenizer(), "published", 2, shortest, 10_000)
+    selection = selected("lcc", [5, 30, 6, 31, 32, 33], 2, 20, 10_000)
     assert [sample.id for sample in selection.prompts] == ["1", "3"]
     assert (selection.too_short, selection.not_reached) == (2, 2)
-    assert "2 not reached" in selection.describe("lcc", shortest, 10_000)
-
-
-def test_aime24_keeps_every_length() -> None:
-    questions = questions_of(1, 5000)
-    selection = select_prompts("aime24", questions, "llama", byte_tokenizer(), "published", 0, 1200, 2000)
-    assert len(selection.prompts) == 2
-
-
-def test_a_run_without_prompts_is_refused() -> None:
-    with pytest.raises(UserError, match="0 prompts kept, 2 left out"):
-        select_prompts("lcc", questions_of(1, 2), "llama", byte_tokenizer(), "published", 0, 1200, 2000)
+    assert "2 not reached" in selection.describe("lcc", 20, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +152,15 @@ def test_a_run_without_prompts_is_refused() -> None:
         ([record(context=7)], r"line 1: field 'context' must be a string"),
         ([{"context": "x"}], r"line 1: field '_id' is missing"),
         ([""], r"lcc\.jsonl: no record"),
+        (None, r"lcc\.jsonl: no such file"),
     ],
 )
-def test_bad_records_are_named(tmp_path: Path, lines: list[object], complaint: str) -> None:
-    write_task(tmp_path, "lcc", *lines)
+def test_bad_records_are_named(tmp_path: Path, lines: list[object] | None, complaint: str) -> None:
+    """As is one for which the chat template fails."""
+    if lines is not None:
+        write_task(tmp_path, "lcc", *lines)
     with pytest.raises(UserError, match=complaint):
         read_questions("lcc", tmp_path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"lcc\.jsonl: no such file"):
-        read_questions("lcc", tmp_path)
+    write_task(tmp_path, "lcc", record())
+    with pytest.raises(UserError, match=r"lcc\.jsonl, line 1: .*order"):
+        read_questions("lcc", tmp_path, "llama", byte_tokenizer("{{ raise_exception('order') }}"), "tokenizer")

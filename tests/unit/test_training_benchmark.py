@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import training
-from benchmarks.shapes import LLAMA3_8B
+from benchmarks.shapes import SHAPES
 from benchmarks.training_flops import training_flops
 
 
@@ -19,13 +19,13 @@ def test_flops_of_llama_3_8b_at_32k_are_those_worked_out_by_hand() -> None:
     causal = pair * tokens * (tokens + 1) / 2
     window = pair * (512 * 513 / 2 + (tokens - 512) * 513)
     draft, logits = 2 * tokens * (layer + 2 * 4096 * 4096), 2 * tokens * 128256 * 4096
-    ends_early = training_flops(LLAMA3_8B, [tokens], tokens, reads_target=False)
+    ends_early = training_flops(SHAPES["llama3-8b"], [tokens], tokens, reads_target=False)
     assert ends_early.target == 31 * (2 * tokens * layer + causal) + 2 * tokens * 2 * 4096 * 1024
     assert ends_early.draft_forward == draft + window + causal
     assert ends_early.draft_backward == 2 * draft + 2 * window + causal
     assert ends_early.loss == 2 * logits
     assert ends_early.total == pytest.approx(853e12, rel=0.01)
-    whole = training_flops(LLAMA3_8B, [tokens], tokens, reads_target=True)
+    whole = training_flops(SHAPES["llama3-8b"], [tokens], tokens, reads_target=True)
     assert whole.target == 32 * (2 * tokens * layer + causal) and whole.loss == 3 * logits
 
 
@@ -59,4 +59,4 @@ def test_the_whole_benchmark_runs(
     printed = run("--zero", "3", "--stages", "2", "--losses", "ce", "--profile", "--one_gpu", f"{tmp_path}/one.json")
     cases = json.loads(printed[-1])["cases"]
     assert len(cases) == 2 and all(case["efficiency"] > 0 for case in cases)
-    assert any(line.endswith("aten::mm") for line in printed)
+    assert any(line.strip().startswith("aten::mm ") for line in printed)
