@@ -51,6 +51,7 @@ class Simulation:
             self.controller.think()
             parts = {row: self._row_round(row, chosen) for row in range(len(self.texts))}
             self.controller.observe(parts)
+            assert self.controller.read == sum(len(trace.tokens) for trace in self.controller.traces.values())
             tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
             self.played.append((chosen, tokens, self.seconds[chosen]))
 
