@@ -20,7 +20,7 @@ from longspec.inference.device import versions
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
-from longspec.inference.registry import draft_in_use, named_pair
+from longspec.inference.registry import choose_pair, draft_in_use
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
@@ -95,7 +95,7 @@ def _prepare(
     """
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
-    pair = named_pair(settings.target, settings.draft)
+    pair = choose_pair(settings.target, settings.draft)
     target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
     config = read_config(target)
     tokenizer = load_tokenizer(target, config, settings.chat_template_kwargs)

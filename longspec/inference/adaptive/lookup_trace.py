@@ -7,6 +7,7 @@ have accepted follows from the text, without a single round of lookup.
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -96,9 +97,9 @@ class LookupTrace:
         """The tokens after the longest earlier match of the newest tokens; the latest one among matches of a length."""
         tokens = np.frombuffer(self.tokens, dtype=np.int64)
         # A search of the whole text takes microseconds. An index of a long prompt would delay the first round.
-        ends: np.ndarray | list[int] = (tokens[:-1] == tokens[-1]).nonzero()[0]
+        ends: Any = (tokens[:-1] == tokens[-1]).nonzero()[0]
         for back in range(1, min(LONGEST_MATCH, len(tokens))):
-            longer: np.ndarray | list[int]
+            longer: Any
             if len(ends) > FEW_MATCHES:
                 longer = ends[ends >= back]
                 longer = longer[tokens[longer - back] == tokens[-1 - back]]
