@@ -49,11 +49,6 @@ def draft_in_use(pair: Pair, method: str, given: str | None) -> str | None:
     return pair.draft if method in (*GLIDE_METHODS, AUTO) else given
 
 
-def choose_target(name: str) -> str:
-    """The folder or hub id of a target, by the name of its pair or by its own."""
-    return choose_pair(name).target
-
-
 def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
     """Raise UserError if the draft's folder has a tokenizer that assigns other tokens to ids than the target's."""
     path = resolve_draft(draft)

@@ -5,10 +5,7 @@ from functools import wraps
 from inspect import signature
 from typing import ParamSpec, Protocol, TypeVar
 
-import torch
 from torch import Tensor
-
-from longspec.inference.engine.requests import Origin
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,15 +18,6 @@ class Streamer(Protocol):
     def put(self, value: Tensor) -> None: ...
 
     def end(self) -> None: ...
-
-
-def new_token_sink(streamer: Streamer | None) -> Callable[[int, Origin], object] | None:
-    """What gives a new token to a streamer; None without one."""
-    if streamer is None:
-        return None
-    if put_from := getattr(streamer, "put_from", None):
-        return lambda token, origin: put_from(torch.tensor([token]), origin)
-    return lambda token, origin: streamer.put(torch.tensor([token]))
 
 
 def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:

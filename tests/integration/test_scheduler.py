@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -191,19 +192,8 @@ def test_running_rows_wait_for_one_chunk_at_most(models: Models, monkeypatch: py
         requests = [Request([6, 5], 40), long, replace(long, prompt=long.prompt[::-1]), Request([5], 1)]
         answers(scheduler, requests)
     first_round, last_chunk = log.index(0), len(log) - 1 - next(i for i, n in enumerate(log[::-1]) if n)
-    between = [sum(chunk) for chunk in _split(log[first_round:last_chunk])]
-    assert max(between) <= SMALL["prefill_chunk"] and len(between) > 10
-
-
-def _split(log: list[int]) -> list[list[int]]:
-    """The chunks between rounds."""
-    parts: list[list[int]] = [[]]
-    for entry in log:
-        if entry == 0:
-            parts.append([])
-        else:
-            parts[-1].append(entry)
-    return parts
+    between = [sum(chunks) for _, chunks in groupby(log[first_round:last_chunk], bool)]
+    assert max(between) <= SMALL["prefill_chunk"] and len(between) > 20
 
 
 def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:

@@ -177,37 +177,31 @@ def test_a_failing_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: 
         assert good.finished.reason == "length" and good.ids == alone(model, Request([1, 2], 20))
 
 
-def test_a_failure_of_the_engine_ends_all_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["assign", "rounds"])
+def test_a_failure_of_the_engine_ends_all_requests(
+    model: GlideMixin, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Those between queue and row, too."""
+
     def fail(*mode: Any) -> Any:
         raise RuntimeError("device lost")
 
     with serving(model, max_rows=2) as scheduler:
-        monkeypatch.setattr(scheduler.batch, "rounds", fail)
+        monkeypatch.setattr(scheduler.batch, call, fail)
         lost = []
         for number in range(5):
             try:
                 lost.append(Answer(scheduler, Request([number], 9)))
             except NotServing:
                 break
-        assert lost and {answer.finished.reason for answer in lost} == {"error"}
+        assert lost and all(answer.over.wait(5) for answer in lost), "a request never ended"
+        assert {answer.finished.reason for answer in lost} == {"error"}
         assert {answer.finished.message for answer in lost} == {"the engine failed: device lost"}
         snapshot = scheduler.snapshot()
         assert (snapshot.healthy, snapshot.error) == (False, "the engine failed: device lost")
-        assert snapshot.running == snapshot.queued == 0
+        assert snapshot.running == snapshot.queued == 0 and snapshot.finished == {"error": len(lost)}
         with pytest.raises(NotServing, match="device lost"):
             scheduler.submit(Request([1]), print)
-
-
-def test_a_failure_between_queue_and_row_ends_the_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*settings: Any) -> None:
-        raise RuntimeError("device lost")
-
-    with serving(model, max_rows=2) as scheduler:
-        monkeypatch.setattr(scheduler.batch, "assign", fail)
-        answer = Answer(scheduler, Request([1], 9))
-        assert answer.over.wait(5), "the request never ended"
-        assert (answer.finished.reason, answer.finished.message) == ("error", "the engine failed: device lost")
-        assert scheduler.snapshot().finished == {"error": 1}
 
 
 def test_shutdown(model: GlideMixin) -> None:

@@ -36,7 +36,6 @@ def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: py
         pair = registry.choose_pair(name)
         assert (pair.target, pair.draft) == (f"folder of {name}", str(tmp_path / folder))
         assert registry.choose_pair(name, "mine").draft == "mine"
-        assert registry.choose_target(name) == f"folder of {name}"
     assert registry.choose_pair(None) == registry.choose_pair("smollm2-135m")
 
 
