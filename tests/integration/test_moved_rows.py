@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import OPTIONS, make_pair
+from pairs import drafted_pair
 from serving import SMALL, alone
 
 from longspec.inference.engine import batch_rows
@@ -81,12 +81,7 @@ def ids(answer: list[Tokens]) -> list[int]:
 
 
 def pair(folder: Path, options: str) -> GlideMixin:
-    model = make_pair(
-        folder, "qwen2", options=OPTIONS["published" if options == "listed" else options], vocab_size=VOCAB
-    )
-    if options == "listed":
-        model.draft_model.set_vocabulary(torch.tensor(LISTED))
-    return model
+    return drafted_pair(folder, "qwen2", options, LISTED, vocab_size=VOCAB)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, OPTIONS, make_pair
+from pairs import FAMILIES, OPTIONS, drafted_pair, make_pair
 from serving import SMALL, Answer, alone, answers, random_requests, serving
 
 from longspec.inference.drafting.reduced_head import head_bytes
@@ -32,10 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gli
     def model(family: str, options: str = "published") -> GlideMixin:
         if (family, options) not in known:
             folder = tmp_path_factory.mktemp(f"{family}-{options}")
-            architecture = OPTIONS["published" if options == "listed" else options]
-            known[family, options] = make_pair(folder, family, options=architecture, vocab_size=VOCAB)
-            if options == "listed":
-                known[family, options].draft_model.set_vocabulary(torch.tensor(LISTED))
+            known[family, options] = drafted_pair(folder, family, options, LISTED, vocab_size=VOCAB)
         return known[family, options]
 
     return model
