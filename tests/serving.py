@@ -19,6 +19,11 @@ TIMEOUT = 60
 """Seconds; only a deadlock takes them."""
 
 
+def ids(events: Sequence[Event]) -> list[int]:
+    """The tokens of an answer."""
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+
 def wait_for_all(scheduler: Scheduler) -> None:
     """Wait until all requests have ended."""
     deadline = time.monotonic() + TIMEOUT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import drafted_pair
-from serving import SMALL, alone
+from serving import SMALL, alone, ids
 
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
@@ -74,10 +74,6 @@ class Session:
             self.step()
         assert all(isinstance(events[-1], Finished) and not events[-1].message for events in self.events)
         return [[event for event in events if isinstance(event, Tokens)] for events in self.events]
-
-
-def ids(answer: list[Tokens]) -> list[int]:
-    return [token for event in answer for token in event.ids]
 
 
 def pair(folder: Path, options: str) -> GlideMixin:

@@ -12,13 +12,16 @@ from longspec.inference.arguments import check_sampling
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.token_options import TOKEN_OPTIONS, token_settings
 
+UNCHANGED = Sampling(temperature=1.0)
+"""The target's own distribution."""
+
 
 @dataclass(frozen=True)
 class SamplingDefaults:
     """As in vLLM, `do_sample` has no influence."""
 
-    sampling: Sampling = Sampling(temperature=1.0)
-    """Temperature and filters; the target's own distribution without any."""
+    sampling: Sampling = UNCHANGED
+    """Temperature and filters."""
     max_new_tokens: int | None = None
     """Of a chat answer; None is the server's own default."""
     token_options: Mapping[str, Any] = field(default_factory=dict)
