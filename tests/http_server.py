@@ -49,6 +49,12 @@ def chat_tokenizer():
     return byte_tokenizer(TEMPLATE)
 
 
+def encode(prompts: list[str | list[Turn]]) -> list[list[int]]:
+    tokenizer = chat_tokenizer()
+    texts = [p if isinstance(p, str) else conversation_text(p, "llama", tokenizer, "tokenizer") for p in prompts]
+    return encode_texts(texts, tokenizer)
+
+
 @dataclass
 class Running:
     """A server that listens."""
@@ -63,13 +69,7 @@ def serving(
     model: GlideMixin, method: str = "tree", api_key: str | None = None, limits: Limits = LIMITS, **options: object
 ) -> Iterator[Running]:
     """Runs the server in a thread. options: those of the scheduler."""
-    tokenizer = chat_tokenizer()
-
-    def encode(prompts: list[str | list[Turn]]) -> list[list[int]]:
-        texts = [p if isinstance(p, str) else conversation_text(p, "llama", tokenizer, "tokenizer") for p in prompts]
-        return encode_texts(texts, tokenizer)
-
-    served = ServedModel(NAME, method, tokenizer, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE)
+    served = ServedModel(NAME, method, chat_tokenizer(), encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE)
     scheduler = Scheduler(model, method=method, **{"tree_shape": (3, 3, 2), **options})
     scheduler.start()
     app = build_app(served, scheduler, limits, api_key, allowed_hosts("127.0.0.1", api_key))

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.drafting.proposal import Drafter, Proposal
+from longspec.inference.drafting.proposal import Drafter, Proposal, WrappedDrafter
 from longspec.inference.sampling import Sampler
 
 Plan = Sequence[Sequence[int]]
 """plan[round][row] is the number of draft tokens to be accepted. The plan repeats after its last round."""
 
 
-class Oracle:
+class Oracle(WrappedDrafter):
     """Wraps a drafter, records the number of accepted tokens and, given a plan, replaces the tokens of its proposals.
 
     The shape and the branches of a proposal stay as the drafter chose them.
@@ -30,10 +30,7 @@ class Oracle:
         vocab: int = 0,
     ) -> None:
         """truth: the continuation of each row from its first new token, as long as any round looks ahead."""
-        self.drafter = drafter
-        self.depth, self.nodes, self.kind, self.start = drafter.depth, drafter.nodes, drafter.kind, drafter.start
-        self.reads_hidden, self.reserve, self.layer_inputs = drafter.reads_hidden, drafter.reserve, drafter.layer_inputs
-        self.plans = ()
+        super().__init__(drafter)
         self.prompt_lengths, self.truth, self.plan, self.vocab = prompt_lengths, truth, plan, vocab
         self.random = Random(5)
         self.rounds = 0
@@ -45,9 +42,6 @@ class Oracle:
 
     def share(self, rows: slice, sampler: Sampler) -> Drafter:
         return self.drafter.share(rows, sampler)  # to start these rows
-
-    def for_plan(self, plan: None) -> "Oracle":
-        return self
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)
@@ -82,10 +76,10 @@ class Oracle:
         for accepted, count in zip(self.accepted, valid.sum(1).tolist(), strict=True):
             if count:
                 accepted.append(count - 1)
-        self.drafter.feed(tokens, positions, valid, *states)
+        super().feed(tokens, positions, valid, *states)
 
 
-class DeviceOracle:
+class DeviceOracle(WrappedDrafter):
     """A variant of `Oracle` made of tensor operations, so that its rounds can be captured in a CUDA graph.
 
     The path to the last node of the planned level has the true tokens; all other nodes have wrong tokens.
@@ -101,10 +95,8 @@ class DeviceOracle:
         vocab: int,
     ) -> None:
         """shape: nodes per level of the drafter's trees; truth: LongTensor [B, tokens]."""
-        self.drafter, self.truth, self.vocab = drafter, truth, vocab
-        self.depth, self.nodes, self.kind = drafter.depth, drafter.nodes, drafter.kind
-        self.reads_hidden, self.layer_inputs, self.plans = drafter.reads_hidden, drafter.layer_inputs, ()
-        self.reserve, self.start, self.feed = drafter.reserve, drafter.start, drafter.feed
+        super().__init__(drafter)
+        self.truth, self.vocab = truth, vocab
         self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
         self.plan = torch.tensor(plan, device=truth.device)
         self.last_of_level = torch.tensor([0, *accumulate(shape)], device=truth.device)
@@ -112,9 +104,6 @@ class DeviceOracle:
 
     def share(self, rows: slice, sampler: Sampler) -> Drafter:
         return self.drafter.share(rows, sampler)  # to start these rows
-
-    def for_plan(self, plan: None) -> "DeviceOracle":
-        return self
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)

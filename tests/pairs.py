@@ -1,6 +1,6 @@
 """Tiny targets with drafts, for tests: random weights, every family, any head layout."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
@@ -71,6 +71,14 @@ def make_pair(
     torch.manual_seed(seed + 1)
     model = GLIDE[family].from_pretrained(folder, torch_dtype=dtype, **asdict(options))
     model.draft_is_trained = True
+    return model
+
+
+def drafted_pair(folder: Path, family: str, options: str, listed: Sequence[int], **overrides: Any) -> GlideMixin:
+    """`make_pair` with a draft of OPTIONS, or with the vocabulary list `listed`."""
+    model = make_pair(folder, family, options=OPTIONS["published" if options == "listed" else options], **overrides)
+    if options == "listed":
+        model.draft_model.set_vocabulary(torch.tensor(listed))
     return model
 
 

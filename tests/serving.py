@@ -1,5 +1,6 @@
 """A client of the scheduler for tests: it collects the events of requests."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -16,6 +17,19 @@ from longspec.models.glide import GlideMixin
 SMALL: dict[str, Any] = {"method": "tree", "tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}
 TIMEOUT = 60
 """Seconds; only a deadlock takes them."""
+
+
+def ids(events: Sequence[Event]) -> list[int]:
+    """The tokens of an answer."""
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+
+def wait_for_all(scheduler: Scheduler) -> None:
+    """Wait until all requests have ended."""
+    deadline = time.monotonic() + TIMEOUT
+    while scheduler.engine.clients.open:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @contextmanager

@@ -42,11 +42,11 @@ def split(
     output: Annotated[Path, typer.Option("--output", help="Folder to write; it must not exist.")],
 ) -> None:
     """Split a target into a folder per rank, for training and decoding with `tp_size`."""
-    from longspec.inference.registry import choose_target
+    from longspec.inference.registry import choose_pair
     from longspec.models.target_files import local_target
     from longspec.models.target_split import split_target
 
-    split_target(local_target(choose_target(target)), output, tp_size)
+    split_target(local_target(choose_pair(target).target), output, tp_size)
     print(f"{target} for {tp_size} ranks written to {output}")
 
 

@@ -168,7 +168,7 @@ class _Run:
             # A round ends with the target's own token, unless the answer ends before it.
             own.rounds += max(1, event.origins.count("target"))
             own.decoded_tokens += count
-            for depth in range(sum(origin != "target" for origin in event.origins[:count])):
+            for depth in range(count - event.origins[:count].count("target")):
                 own.accepted_by_depth[depth] += 1
         if kept is not None:
             self.engine.cancel(self.tickets[number])

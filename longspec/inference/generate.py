@@ -18,7 +18,7 @@ from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_v
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import Streamer, ends_streamer, new_token_sink
+from longspec.inference.streaming import Streamer, ends_streamer
 from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
@@ -140,10 +140,10 @@ def generate(
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
     prompts = input_ids.to(device) if stopping_criteria else input_ids
-    stream = new_token_sink(streamer)
+    put_from = getattr(streamer, "put_from", None)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    reads_each = stream is not None or bool(stopping_criteria)
+    reads_each = streamer is not None or bool(stopping_criteria)
 
     def take(number: int, event: Tokens) -> int | None:
         if not reads_each:
@@ -151,8 +151,10 @@ def generate(
             return None
         for count, (token, origin) in enumerate(zip(event.ids, event.origins, strict=True), 1):
             answers[number].append(token)
-            if stream is not None:
-                stream(token, origin)
+            if put_from is not None:
+                put_from(torch.tensor([token]), origin)
+            elif streamer is not None:
+                streamer.put(torch.tensor([token]))
             if stopping_criteria:
                 # They see the padded prompt, as in transformers' own `generate`.
                 ids = torch.cat([prompts[number], prompts.new_tensor(answers[number])])[None]

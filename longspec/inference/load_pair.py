@@ -10,7 +10,7 @@ from longspec.data.target_format import stop_tokens
 from longspec.inference.device import choose_device, choose_dtype
 from longspec.inference.pairs import Pair
 from longspec.inference.process_group import on_every_rank, repeat_load
-from longspec.inference.registry import named_pair
+from longspec.inference.registry import choose_pair
 from longspec.models.families import family_class
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size, split_draft
@@ -37,7 +37,7 @@ def load_pair(
     Raises UserError for unknown names, files that do not load, and a draft that does not fit.
     """
     device = choose_device(device)
-    pair, config, tokenizer = read_target(named_pair(name, draft), chat_template_kwargs)
+    pair, config, tokenizer = read_target(choose_pair(name, draft), chat_template_kwargs)
     model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device)
     eos = pair.eos_token_id
     eos = eos[0] if isinstance(eos, list) and len(eos) == 1 else eos

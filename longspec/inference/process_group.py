@@ -26,7 +26,7 @@ from longspec.errors import UserError
 from longspec.inference.device import choose_device
 from longspec.inference.engine_pool import release_all
 from longspec.models.parallel import model_parallel_rank_and_size, share_target
-from longspec.ranks.agreement import attempt, connecting, from_every_rank, launched_ranks, waiting_group
+from longspec.ranks.agreement import attempt, connecting, from_every_rank, from_rank_zero, launched_ranks, waiting_group
 from longspec.ranks.peers import watched
 from longspec.signals import StopSignals
 
@@ -218,11 +218,7 @@ def _receive() -> Call:
 
 def same_on_all_ranks(compute: Callable[[], T]) -> T:
     """Rank 0's result of `compute()`, on every rank that shares the target. Only rank 0 calls it."""
-    rank, size = model_parallel_rank_and_size()
-    result = [compute() if rank == 0 else None]
-    if size > 1:
-        dist.broadcast_object_list(result, group=waiting_group())
-    return cast(T, result[0])
+    return compute() if model_parallel_rank_and_size()[1] == 1 else from_rank_zero(compute)
 
 
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:

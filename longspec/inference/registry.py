@@ -20,33 +20,26 @@ EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-
 """Folders in DRAFTS by the names of their targets."""
 
 
-def choose_pair(model_name: str | None, target: str | None, draft: str | None) -> Pair:
-    """The pair that the command's options name, by model_name or by target; the embedded pair if they name none. A
-    draft that is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are
-    converted (see `resolve_target`). A published target named by its hub id is the published pair without its draft."""
-    if model_name is not None and target is not None:
-        raise UserError("name the target either by --model_name or by --target")
+def choose_pair(name: str | None, draft: str | None = None) -> Pair:
+    """A pair by its name, or by the hub id, folder or GGUF file of its target; None for the embedded pair. A draft that
+    is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are converted
+    (see `resolve_target`). A published target named by its hub id is the published pair without its draft."""
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
-    if target is None or target in PAIRS:
-        pair = PAIRS[target or model_name or SMOLLM2]
+    if name is None or name in PAIRS:
+        pair = PAIRS[name or SMOLLM2]
         if pair.name in EMBEDDED_DRAFTS:
             folder = DRAFTS / EMBEDDED_DRAFTS[pair.name]
             pair = replace(pair, target=resolve_target(pair.name), draft=str(folder) if folder.is_dir() else None)
         return pair if draft is None else replace(pair, draft=draft)
 
-    if draft is None and os.path.isfile(Path(target, DRAFT_FOLDER, "config.json")):
-        draft = target  # a folder that a pair's save_pretrained wrote
-    name = target.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
+    if draft is None and os.path.isfile(Path(name, DRAFT_FOLDER, "config.json")):
+        draft = name  # a folder that a pair's save_pretrained wrote
+    short = name.rstrip("/").split("/")[-1].removesuffix(SUFFIX)
     for published in PUBLISHED_PAIRS.values():
-        if published.target == target:
-            return replace(published, name=name, draft=draft)
-    return Pair(name, resolve_target(target), draft)
-
-
-def named_pair(name: str, draft: str | None = None) -> Pair:
-    """A pair by its name, or by the hub id, folder or GGUF file of its target. draft: as for `choose_pair`."""
-    return choose_pair(None, name, draft)
+        if published.target == name:
+            return replace(published, name=short, draft=draft)
+    return Pair(short, resolve_target(name), draft)
 
 
 def draft_in_use(pair: Pair, method: str, given: str | None) -> str | None:
@@ -54,11 +47,6 @@ def draft_in_use(pair: Pair, method: str, given: str | None) -> str | None:
     if method in GLIDE_METHODS and pair.draft is None:
         raise UserError(f"method: {method} needs a trained draft of {pair.target}; give its draft, or method lookup")
     return pair.draft if method in (*GLIDE_METHODS, AUTO) else given
-
-
-def choose_target(name: str) -> str:
-    """The folder or hub id of a target, by the name of its pair or by its own."""
-    return named_pair(name).target
 
 
 def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:

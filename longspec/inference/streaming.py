@@ -1,21 +1,14 @@
 """Streamers receive tokens as they are decoded, and are ended once, because their readers wait for the end."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import wraps
 from inspect import signature
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-import torch
 from torch import Tensor
-
-from longspec.inference.engine.requests import Origin
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_STREAMING: ContextVar[Any] = ContextVar("streamer", default=None)
-"""The streamer that an outer call ends."""
 
 
 class Streamer(Protocol):
@@ -27,19 +20,9 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-def new_token_sink(streamer: Streamer | None) -> Callable[[int, Origin], object] | None:
-    """What gives a new token to a streamer; None without one."""
-    if streamer is None:
-        return None
-    if put_from := getattr(streamer, "put_from", None):
-        return lambda token, origin: put_from(torch.tensor([token]), origin)
-    return lambda token, origin: streamer.put(torch.tensor([token]))
-
-
 def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises. A reader in
-    another thread would otherwise wait for ever. If one decorated function calls another with the same streamer, the
-    outer one ends it."""
+    another thread would otherwise wait for ever. One decorated function calls another by its `__wrapped__`."""
     parameters = signature(function)
 
     @wraps(function)
@@ -48,13 +31,10 @@ def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
             streamer = parameters.bind_partial(*args, **kwargs).arguments.get("streamer")
         except TypeError:  # the call itself will report wrong arguments
             streamer = kwargs.get("streamer")
-        if not callable(getattr(streamer, "end", None)) or _STREAMING.get() is streamer:
-            return function(*args, **kwargs)
-        before = _STREAMING.set(streamer)
         try:
             return function(*args, **kwargs)
         finally:
-            _STREAMING.reset(before)
-            streamer.end()  # type: ignore[union-attr]
+            if callable(end := getattr(streamer, "end", None)):
+                end()
 
     return ending

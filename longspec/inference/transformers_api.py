@@ -139,7 +139,7 @@ def _decode(
     # The pad token, else the first EOS as in transformers, else 0.
     ids = next((i for i in (generation_config.pad_token_id, generation_config.eos_token_id) if i is not None), 0)
     pad_token_id = int(torch.as_tensor(ids).flatten()[0])
-    out = generate(
+    out = generate.__wrapped__(  # type: ignore[attr-defined]
         own,
         input_ids,
         others.get("attention_mask"),

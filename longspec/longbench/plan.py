@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from longspec.command_line import DRAFTING, drafting_of
 from longspec.data.target_format import resolve_chat_format
 from longspec.digests import content_hash, file_digest
+from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import read_target
@@ -166,7 +167,9 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     check_numbers(options)
     device = choose_device(options.device)
 
-    pair = choose_pair(options.model_name, options.target, options.draft)
+    if options.model_name is not None and options.target is not None:
+        raise UserError("name the target either by --model_name or by --target")
+    pair = choose_pair(options.model_name if options.target is None else options.target, options.draft)
     pair, config, tokenizer = read_target(pair, options.chat_template_kwargs)
     check_drafting(drafting_of(options), config.vocab_size)
     token_settings(with_word_ids(options.token_options, tokenizer), (), config.vocab_size)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from longspec.data.templates import conversation_text, encode_texts
-from longspec.inference.registry import choose_target
+from longspec.inference.registry import choose_pair
 from longspec.models.target_files import load_tokenizer, read_config
 
 CHAT_FORMAT = "tokenizer"
@@ -25,7 +25,7 @@ class TargetText:
     @classmethod
     def load(cls, name: str) -> "TargetText":
         """Load the tokenizer of a target as in `longspec.load_pair`. Raises UserError if its files are missing."""
-        path = choose_target(name)
+        path = choose_pair(name).target
         config = read_config(path)
         return cls(path, config.model_type, load_tokenizer(path, config))
 

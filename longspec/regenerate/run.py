@@ -20,7 +20,7 @@ from longspec.inference.device import versions
 from longspec.inference.load_pair import load_pair, read_target
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import report_ignored
-from longspec.inference.registry import draft_in_use, named_pair
+from longspec.inference.registry import choose_pair, draft_in_use
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
@@ -93,7 +93,7 @@ def _prepare(
     """
     check_settings(settings)
     files = PromptFiles(settings.files) if settings.files else None
-    named = named_pair(settings.target, settings.draft)
+    named = choose_pair(settings.target, settings.draft)
     pair, config, tokenizer = read_target(named, settings.chat_template_kwargs)
     target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
     report = print if replicas.rank == 0 else lambda line: None

@@ -1,8 +1,9 @@
-"""Method "auto": the target's own tokens whichever plans are played, and the choice repeats with the seed."""
+"""Method "auto", in `generate` and in the server: the target's own tokens whichever plans are played."""
 
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from distributions import p_value
 from pairs import OPTIONS, every_turn, make_pair, ragged_prompts, target_greedy
+from serving import SMALL, alone, answers, random_requests, serving
 
 from longspec import generate
 from longspec.errors import UserError
@@ -22,8 +24,8 @@ from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.engine import batch as batch_module
 from longspec.inference.engine.batch import Batch, Mode
+from longspec.inference.engine.requests import Request, Sampling
 from longspec.inference.methods import Drafting
-from longspec.longbench.command import parse_options
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 from longspec.user_cache import user_cache
@@ -38,16 +40,20 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans take turns, in an order in which every plan follows every other one."""
+def every_plan(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Rounds by plan. Plans take turns, in an order in which every plan follows every other one."""
+    counts: Counter[str] = Counter()
     turns: list[Iterator[int]] = []
 
     def choose(self: Controller) -> Plan:
         if not turns:
             turns.append(every_turn(len(self.plans)))
-        return self.impose(self.plans[next(turns[0])])
+        plan = self.impose(self.plans[next(turns[0])])
+        counts[plan.name] += 1
+        return plan
 
     monkeypatch.setattr(Controller, "choose", choose)
+    return counts
 
 
 @pytest.mark.parametrize("options", ["published", "both"])
@@ -195,15 +201,6 @@ def test_an_unwritable_cache_is_a_warning(
     assert "are not kept" in caplog.text
 
 
-def test_without_a_trained_draft_it_plays_no_tree(tmp_path: Path) -> None:
-    model: GlideMixin = make_pair(tmp_path)
-    model.draft_is_trained = False
-    ids, _, (row,) = ragged_prompts(20)
-    out = generate(model, ids, **SETTINGS)
-    assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
-    assert all(not plan.startswith("tree") for plan in out.stats.rounds_by_plan)
-
-
 def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> None:
     """The largest tree and the lookup chains, in `generate`, in a large batch, and on a server."""
     assert [plan.name for plan in plans_for(Drafting("auto", tree_nodes=20), on_cpu=False, rows=1)] == [
@@ -224,10 +221,40 @@ def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> Non
         generate(model, ids, **SETTINGS, gamma=0)
 
 
-def test_the_shape_auto_is_now_a_method(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tree_shape: 'auto' is not a shape; use method 'auto'"):
-        generate(make_pair(tmp_path), ragged_prompts(9)[0], tree_shape="auto")
-    with pytest.raises(UserError, match="--method auto"):
-        parse_options(["--tree_shape", "auto"])
-    required = ["--task", "aime24", "--data_path_prefix", str(tmp_path)]
-    assert parse_options([*required, "--method", "auto"]).method == "auto"
+SERVED_VOCAB = 7
+SERVED_PLANS = {
+    plan.name
+    for plan in plans_for(Drafting("auto", SMALL["tree_shape"], SMALL["gamma"]), on_cpu=True, rows=1, is_served=True)
+}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> GlideMixin:
+    return make_pair(tmp_path / "pair", "qwen2", options=OPTIONS["both"], vocab_size=SERVED_VOCAB)
+
+
+def test_greedy_answers_of_a_server_are_those_of_generate_under_every_change_of_plan(
+    served: GlideMixin, every_plan: Counter[str]
+) -> None:
+    """Rows move, end and restart while plans change."""
+    requests = [Request(request.prompt, 30) for request in random_requests(8, SERVED_VOCAB)]
+    with serving(served, method="auto", max_rows=3) as scheduler:
+        together = answers(scheduler, requests)
+    assert [answer.ids for answer in together] == [alone(served, request) for request in requests]
+    assert set(every_plan) == SERVED_PLANS
+    assert min(every_plan.values()) > 5
+    origins = {origin for answer in together for event in answer.events for origin in event.origins}
+    assert origins == {"target", "lookup", "draft"}
+
+
+def test_a_seeded_request_gets_the_same_answer_next_to_others(served: GlideMixin, every_plan: Counter[str]) -> None:
+    """While it runs no plan is chosen, and before it starts rounds of every plan were played."""
+    seeded = Request([1, 2, 3, 1, 2], 40, Sampling(temperature=1.0, seed=5))
+    others = [Request([3, 1] * number, 12 + 9 * number) for number in range(1, 4)]
+    with serving(served, method="auto", max_rows=1) as scheduler:
+        expected = answers(scheduler, [seeded])[0].ids
+        assert not every_plan
+    with serving(served, method="auto", max_rows=3) as scheduler:
+        for requests in ([*others, seeded], [seeded, *others], [others[2], seeded, others[0]]):
+            assert answers(scheduler, requests)[requests.index(seeded)].ids == expected
+    assert set(every_plan) == SERVED_PLANS

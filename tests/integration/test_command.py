@@ -340,8 +340,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
 def test_published_pairs() -> None:
     """The drafts' names follow from the targets'; a draft by path replaces the published one."""
     assert list(PUBLISHED_PAIRS) == ["vicuna7b", "vicuna13b", "longchat7b", "longchat13b", "llama8b", "qwq"]
-    pair = choose_pair("llama8b", None, None)
+    pair = choose_pair("llama8b")
     assert pair.target == "gradientai/Llama-3-8B-Instruct-262k"
     assert pair.draft == "sail/longspec-Llama-3-8B-Instruct-262k"
     assert (pair.eos_token_id, pair.pad_token_id) == (128009, 128001)
-    assert choose_pair("qwq", None, "mine.pth").draft == "mine.pth"
+    assert choose_pair("qwq", "mine.pth").draft == "mine.pth"

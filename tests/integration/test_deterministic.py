@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_devices import INTERPRETED
 from pairs import OPTIONS, make_pair
+from serving import ids
 
 pytest.importorskip("triton")
 
@@ -16,7 +17,7 @@ from longspec.inference.cache import TargetCache
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import Request, Tokens
+from longspec.inference.engine.requests import Request
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import FusedRunner, make_runner
 from longspec.inference.methods import Drafting
@@ -113,19 +114,14 @@ def served(model: GlideMixin, prompts: list[list[int]], mode: dict[str, Any]) ->
     engine = RequestEngine(model, settings)
     with torch.no_grad():
         engine.batch.measure()  # without `prepare`, each kind of round is captured when it is first played
-    answers: list[list[int]] = [[] for _ in prompts]
-    for number, prompt in enumerate(prompts):
-
-        def take(event: Any, number: int = number) -> None:
-            if isinstance(event, Tokens):
-                answers[number].extend(event.ids)
-
-        engine.add(Request(prompt, NEW_TOKENS, Sampling(0.0), frozenset()), take)
+    answers: list[list[Any]] = [[] for _ in prompts]
+    for prompt, events in zip(prompts, answers, strict=True):
+        engine.add(Request(prompt, NEW_TOKENS, Sampling(0.0), frozenset()), events.append)
         engine.step()
     while engine.step():
         pass
     engine.close()
-    return answers
+    return [*map(ids, answers)]
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from interpreted import InterpretedBackend
 from pairs import GLIDE, OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
-from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import FusedRunner, make_runner
 from longspec.inference.generate import generate
@@ -25,7 +24,7 @@ from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 
-SHAPE = (2, 4, 3)
+TREE = Drafting("tree", (2, 4, 3), tree_rule="descend")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4, "head_dim": 16},
@@ -53,19 +52,25 @@ def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
     return model.eval()
 
 
-def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int) -> list[Tensor]:
-    """Everything that prefill and some rounds leave behind: tokens, logits of a verification, both caches."""
-    sampler = GREEDY
-    drafter = TreeDrafter(runner, len(prompts), SHAPE, sampler, "descend")
-    engine = StaticBatch(runner, drafter, sampler, prompts, lengths, max_new_tokens=20)
+def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int, drafting: Drafting) -> list[Tensor]:
+    """Everything that prefill and some rounds leave behind: tokens, logits of a verification, the caches."""
+    drafter = make_drafter(drafting, runner, len(prompts), GREEDY)
+    engine = StaticBatch(runner, drafter, GREEDY, prompts, lengths, max_new_tokens=20)
     found = [engine.prefill()]
     for _ in range(rounds):
         found += engine.round(torch.ones(len(prompts), dtype=torch.bool, device=prompts.device))[:2]
     found.append(engine.verify(drafter.propose(engine.root, engine.cache)))
     used = slice(0, int(engine.cache.lengths.max()))
-    ring = drafter.draft.cache
-    found.append(engine.cache.newest_hidden)
-    return [*found, engine.cache.keys[..., used, :], engine.cache.values[..., used, :], ring.keys, ring.values]
+    found += [engine.cache.newest_hidden, engine.cache.keys[..., used, :], engine.cache.values[..., used, :]]
+    return found + drafter.row_states()[:2]
+
+
+def compare(
+    model: GlideMixin, backend: Backend, prompts: Tensor, lengths: list[int], rounds: int, drafting: Drafting
+) -> None:
+    plain, fused = (passes(r, prompts, lengths, rounds, drafting) for r in (Runner(model), FusedRunner(model, backend)))
+    for want, got in zip(plain, fused, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +93,7 @@ def test_fused_passes_equal_transformers_modules(
         # A single row has the list and its own tokens in one product.
         lengths, prompts = lengths[:1], prompts[:1]
         model.draft_model.set_vocabulary(torch.tensor([3, 4, 9, 20, 33, 60]))
-    plain = passes(Runner(model), prompts, lengths, rounds=1)
-    fused = passes(FusedRunner(model, BACKENDS[backend](model_backend(model).attention)), prompts, lengths, rounds=1)
-    for want, got in zip(plain, fused, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    compare(model, BACKENDS[backend](model_backend(model).attention), prompts, lengths, 1, TREE)
 
 
 @pytest.mark.parametrize("family", ["qwen3"])
@@ -100,16 +102,7 @@ def test_a_pass_of_one_token_attends_from_the_projection(tmp_path: Path, family:
     """A ragged batch: tokens, hidden states and keys and values of vanilla rounds equal those of transformers."""
     model = random_pair(tmp_path, family).to(device)
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
-    found = []
-    for runner in (Runner(model), FusedRunner(model, BACKENDS["triton"](TritonAttention()))):
-        engine = StaticBatch(runner, make_drafter(Drafting("vanilla"), runner, 2, GREEDY), GREEDY, prompts, [9, 4], 20)
-        outputs = [engine.prefill()]
-        for _ in range(3):
-            outputs += engine.round(torch.ones(2, dtype=torch.bool, device=device))[:2]
-        used = slice(0, int(engine.cache.lengths.max()))
-        found.append([*outputs, engine.cache.keys[..., used, :], engine.cache.values[..., used, :]])
-    for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    compare(model, BACKENDS["triton"](TritonAttention()), prompts, [9, 4], 3, Drafting("vanilla"))
 
 
 @torch.no_grad()

@@ -233,6 +233,7 @@ def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path, method: str, er
         ({"tree_shape": ()}, "tree_shape: empty"),
         ({"tree_shape": (4, 62)}, "vocabulary"),
         ({"tree_shape": 4}, "tree_shape: 4"),
+        ({"tree_shape": "auto"}, "tree_shape: 'auto' is not a shape; use method 'auto'"),
         ({"tree_shape": (60,) * 18}, "tree_shape: 1081 nodes"),
         ({"tree_shape": (1,) * 512}, "tree_shape: 512 levels"),
         ({"tree_nodes": 1}, "tree_nodes: 1; it must be an integer from 2 to 1024"),
@@ -349,7 +350,9 @@ def test_a_fresh_draft_needs_an_explicit_argument(tmp_path: Path) -> None:
 def test_the_default_says_that_it_goes_without_a_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make_pair(tmp_path)
     model.draft_is_trained = False
-    found = generate(model, prompts(8)[0][None], max_new_tokens=5)
+    (row,) = prompts(8)
+    found = generate(model, row[None], max_new_tokens=5)
+    assert found.new_tokens[0].tolist() == target_greedy(model, row, 5)
     assert f"{tmp_path}" in caplog.text and "no trained draft" in caplog.text
     assert found.stats.rounds_by_plan and set(found.stats.rounds_by_plan) <= {"vanilla", "lookup 5", "lookup 16"}
 

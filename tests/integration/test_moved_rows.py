@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import OPTIONS, make_pair
-from serving import SMALL, alone
+from pairs import drafted_pair
+from serving import SMALL, alone, ids
 
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
@@ -76,17 +76,8 @@ class Session:
         return [[event for event in events if isinstance(event, Tokens)] for events in self.events]
 
 
-def ids(answer: list[Tokens]) -> list[int]:
-    return [token for event in answer for token in event.ids]
-
-
 def pair(folder: Path, options: str) -> GlideMixin:
-    model = make_pair(
-        folder, "qwen2", options=OPTIONS["published" if options == "listed" else options], vocab_size=VOCAB
-    )
-    if options == "listed":
-        model.draft_model.set_vocabulary(torch.tensor(LISTED))
-    return model
+    return drafted_pair(folder, "qwen2", options, LISTED, vocab_size=VOCAB)
 
 
 @torch.no_grad()

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair, target_greedy
+from serving import ids
 
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import Event, Finished, Request, Tokens
+from longspec.inference.engine.requests import Event, Finished, Request
 from longspec.inference.memory import chunk_bytes
 from longspec.inference.methods import Drafting
 from longspec.inference.stats import GenerationStats, pool
@@ -45,10 +46,6 @@ def add(engine: RequestEngine, request: Request) -> list[Event]:
     events: list[Event] = []
     engine.add(request, events.append)
     return events
-
-
-def ids(events: list[Event]) -> list[int]:
-    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
 
 
 def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideMixin) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, OPTIONS, make_pair
+from pairs import FAMILIES, OPTIONS, drafted_pair, make_pair
 from serving import SMALL, Answer, alone, answers, random_requests, serving
 
 from longspec.inference.drafting.reduced_head import head_bytes
@@ -31,10 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gli
     def model(family: str, options: str = "published") -> GlideMixin:
         if (family, options) not in known:
             folder = tmp_path_factory.mktemp(f"{family}-{options}")
-            architecture = OPTIONS["published" if options == "listed" else options]
-            known[family, options] = make_pair(folder, family, options=architecture, vocab_size=VOCAB)
-            if options == "listed":
-                known[family, options].draft_model.set_vocabulary(torch.tensor(LISTED))
+            known[family, options] = drafted_pair(folder, family, options, LISTED, vocab_size=VOCAB)
         return known[family, options]
 
     return model
@@ -191,19 +189,8 @@ def test_running_rows_wait_for_one_chunk_at_most(models: Models, monkeypatch: py
         requests = [Request([6, 5], 40), long, replace(long, prompt=long.prompt[::-1]), Request([5], 1)]
         answers(scheduler, requests)
     first_round, last_chunk = log.index(0), len(log) - 1 - next(i for i, n in enumerate(log[::-1]) if n)
-    between = [sum(chunk) for chunk in _split(log[first_round:last_chunk])]
-    assert max(between) <= SMALL["prefill_chunk"] and len(between) > 10
-
-
-def _split(log: list[int]) -> list[list[int]]:
-    """The chunks between rounds."""
-    parts: list[list[int]] = [[]]
-    for entry in log:
-        if entry == 0:
-            parts.append([])
-        else:
-            parts[-1].append(entry)
-    return parts
+    between = [sum(chunks) for _, chunks in groupby(log[first_round:last_chunk], bool)]
+    assert max(between) <= SMALL["prefill_chunk"] and len(between) > 20
 
 
 def test_a_finished_row_goes_to_the_next_request(models: Models) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from pairs import make_pair
-from serving import Answer, alone, answers, random_requests, serving
+from serving import Answer, alone, answers, random_requests, serving, wait_for_all
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import (
@@ -155,7 +155,7 @@ def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
     with serving(model, max_rows=2) as scheduler:
         scheduler.submit(Request([1], 1000), fail)
         answer = answers(scheduler, [Request([1, 2], 20)])[0]
-        assert scheduler.drain(60)
+        wait_for_all(scheduler)
     assert answer.ids == alone(model, Request([1, 2], 20))
     assert isinstance(events[-1], Finished) and len(events) <= 4
     assert (events[-1].reason, events[-1].message) == ("error", "on_event failed: the client's code")
@@ -177,51 +177,39 @@ def test_a_failing_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: 
         assert good.finished.reason == "length" and good.ids == alone(model, Request([1, 2], 20))
 
 
-def test_a_failure_of_the_engine_ends_all_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["assign", "rounds"])
+def test_a_failure_of_the_engine_ends_all_requests(
+    model: GlideMixin, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Those between queue and row, too."""
+
     def fail(*mode: Any) -> Any:
         raise RuntimeError("device lost")
 
     with serving(model, max_rows=2) as scheduler:
-        monkeypatch.setattr(scheduler.batch, "rounds", fail)
+        monkeypatch.setattr(scheduler.batch, call, fail)
         lost = []
         for number in range(5):
             try:
                 lost.append(Answer(scheduler, Request([number], 9)))
             except NotServing:
                 break
-        assert lost and {answer.finished.reason for answer in lost} == {"error"}
+        assert lost and all(answer.over.wait(5) for answer in lost), "a request never ended"
+        assert {answer.finished.reason for answer in lost} == {"error"}
         assert {answer.finished.message for answer in lost} == {"the engine failed: device lost"}
         snapshot = scheduler.snapshot()
         assert (snapshot.healthy, snapshot.error) == (False, "the engine failed: device lost")
-        assert snapshot.running == snapshot.queued == 0
+        assert snapshot.running == snapshot.queued == 0 and snapshot.finished == {"error": len(lost)}
         with pytest.raises(NotServing, match="device lost"):
             scheduler.submit(Request([1]), print)
-        assert scheduler.drain(60)
-
-
-def test_a_failure_between_queue_and_row_ends_the_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*settings: Any) -> None:
-        raise RuntimeError("device lost")
-
-    with serving(model, max_rows=2) as scheduler:
-        monkeypatch.setattr(scheduler.batch, "assign", fail)
-        answer = Answer(scheduler, Request([1], 9))
-        assert answer.over.wait(5), "the request never ended"
-        assert (answer.finished.reason, answer.finished.message) == ("error", "the engine failed: device lost")
-        assert scheduler.snapshot().finished == {"error": 1} and scheduler.drain(60)
 
 
 def test_shutdown(model: GlideMixin) -> None:
     with serving(model, max_rows=2) as scheduler:
-        finishing = [Answer(scheduler, Request([1, number], 10)) for number in range(4)]
-        assert scheduler.drain(60)
-        assert [answer.finished.reason for answer in finishing] == ["length"] * 4
+        cut_off = [Answer(scheduler, Request([1, number], 3000)) for number in range(4)]
+        scheduler.close()
         with pytest.raises(NotServing, match="shutting down"):
             scheduler.submit(Request([1]), print)
-    with serving(model, max_rows=2) as scheduler:
-        cut_off = [Answer(scheduler, Request([1, number], 3000)) for number in range(4)]
-        assert not scheduler.drain(0.01)
-        scheduler.close()
         assert [answer.finished.reason for answer in cut_off] == ["cancelled"] * 4
         assert not scheduler.snapshot().healthy
 
@@ -246,7 +234,7 @@ def test_many_requests_leak_nothing(model: GlideMixin, ahead: int) -> None:
         gc.collect()
         threads, resident = threading.active_count(), process.memory_info().rss
         tickets = load(scheduler, 100, seed=1)
-        assert scheduler.drain(60)
+        wait_for_all(scheduler)
         gc.collect()
         snapshot = scheduler.snapshot()
         assert sum(snapshot.finished.values()) == snapshot.requests == 140

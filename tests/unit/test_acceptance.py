@@ -1,6 +1,7 @@
 """Acceptance emits the target's own distribution: exact sums over all draws, of the draft and of the rule."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,11 +70,15 @@ def emitted(proposal: Proposal, p: RandomLanguage, sampler: Sampler) -> Tokens:
     return (*proposal.tokens[0, path].tolist(), int(accepted.bonus))
 
 
-def check_exact(p: RandomLanguage, depth: int, rounds: Iterable[tuple[float, Callable[[Sampler], Tokens]]]) -> None:
+Round = Proposal | Callable[[Sampler], Tokens]
+"""A proposal that the target verifies, or what a whole round emits."""
+
+
+def check_exact(p: RandomLanguage, depth: int, rounds: Iterable[tuple[float, Round]]) -> None:
     """Rounds, weighted by probability and each completed by the target, make the target's law of depth + 1 tokens."""
     law: dict[Tokens, float] = {}
     for weight, run in rounds:
-        for probability, tokens in outcomes(run):
+        for probability, tokens in outcomes(partial(emitted, run, p) if isinstance(run, Proposal) else run):
             for sequence, rest in p.sequences(depth + 1, tokens).items():
                 law[sequence] = law.get(sequence, 0.0) + weight * probability * rest
     expected = p.sequences(depth + 1)
@@ -91,8 +96,7 @@ def test_descending_any_tree_is_exact(shape: Tokens, seed: int) -> None:
         candidates = [(*path, token) for path in above for token in range(VOCAB)]
         above = [candidates[i] for i in torch.randperm(len(candidates), generator=generator)[:width].tolist()]
         nodes += above
-    proposal = build_tree(nodes, shape)
-    check_exact(p, len(shape), [(1.0, lambda sampler: emitted(proposal, p, sampler))])
+    check_exact(p, len(shape), [(1.0, build_tree(nodes, shape))])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -100,11 +104,9 @@ def test_descending_any_tree_is_exact(shape: Tokens, seed: int) -> None:
 def test_rejecting_in_a_tree_sampled_without_replacement_is_exact(shape: Tokens, seed: int) -> None:
     """Summed over all trees that the draft can sample, which may run out of tokens."""
     p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
-    rounds = []
-    for nodes, weight in sampled_trees(q, shape).items():
-        proposal = build_tree(nodes, shape, q)
-        rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
-    check_exact(p, len(shape), rounds)
+    check_exact(
+        p, len(shape), [(weight, build_tree(nodes, shape, q)) for nodes, weight in sampled_trees(q, shape).items()]
+    )
 
 
 def arrived_tree(groups: Iterable[tuple[Tokens, ...]], shape: Tokens, q: RandomLanguage) -> tuple[Tree, Proposal]:
@@ -159,10 +161,7 @@ def selected_trees(
 def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed: int) -> None:
     """Summed over all trees that the draft can sample, and over the order in which their nodes arrive."""
     p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
-    rounds = []
-    for weight, proposal in selected_trees(q, shape, nodes):
-        rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
-    check_exact(p, len(shape), rounds)
+    check_exact(p, len(shape), selected_trees(q, shape, nodes))
 
 
 @pytest.mark.parametrize("seed", SEEDS[:4])
@@ -175,10 +174,7 @@ def test_rejecting_among_nodes_and_branches_is_exact(
 ) -> None:
     """With a budget for some of both, and without one; branches are longer than the tree, or follow it."""
     p, q, branches = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000), branches_of(*chains)
-    rounds = []
-    for weight, proposal in selected_trees(q, shape, nodes, branches):
-        rounds.append((weight, lambda sampler, proposal=proposal: emitted(proposal, p, sampler)))
-    check_exact(p, max(len(shape), len(chains[0])), rounds)
+    check_exact(p, max(len(shape), len(chains[0])), selected_trees(q, shape, nodes, branches))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -197,8 +193,7 @@ def test_descending_selected_nodes_is_exact(shape: Tokens, nodes: int, branches:
         above = slice(above.stop, above.stop + width)
     selected = Backend.select_nodes(tree, levels, nodes, False, branches)
     depth = max(len(shape), 0 if branches is None else branches.tokens.shape[2])
-    proposal = Proposal(*selected[:4], depth)
-    check_exact(p, depth, [(1.0, lambda sampler: emitted(proposal, p, sampler))])
+    check_exact(p, depth, [(1.0, Proposal(*selected[:4], depth))])
 
 
 class LanguageModel:
@@ -247,41 +242,28 @@ class LanguageDraft(LanguageModel):
         return torch.stack(known)[level.tokens]
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 3)])
-def test_sampled_trees_follow_the_law_that_was_integrated(shape: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """50,000 trees of the drafter against the law of sampling without replacement; chi-square at a level of 1e-6."""
+@pytest.mark.parametrize(("shape", "nodes"), [((2,), None), ((2, 2), None), ((2, 3), None), ((2, 3), 4)])
+def test_drafted_trees_follow_the_law_that_was_integrated(
+    shape: Tokens, nodes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50,000 trees of the drafter, whole or of `nodes` selected nodes, against the law of sampling without replacement;
+    chi-square at a level of 1e-6."""
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
-    monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
-    sampler = row_sampler(1.0, count).drafting()
-    runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
-    drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject")  # type: ignore[arg-type]
-    drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
-    law = sampled_trees(q, shape)
-    known = [build_tree(nodes, shape, q) for nodes in law]
-    rows = torch.cat([torch.cat([tree.tokens, tree.parents], 1) for tree in [*known, drawn]])
-    _, number, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
-    assert len(counts) == len(known), "a tree that cannot be"
-    counts = counts[number[: len(known)]] - 1  # each once as a known one
-    assert p_value(counts[None], torch.tensor([list(law.values())])) > 1e-6
-    for tree, at in zip(known, number[: len(known)], strict=True):
-        for row in (number[len(known) :] == at).nonzero()[:3, 0]:
-            torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0].float())  # type: ignore[index]
-
-
-def test_selected_trees_follow_the_law_that_was_integrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for the nodes that the drafter selects from its trees."""
-    q, count, shape, nodes = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000, (2, 3), 4
     monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
     sampler = row_sampler(1.0, count).drafting()
     runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"), config=SimpleNamespace(vocab_size=VOCAB))
     drafter = tree_drafting.TreeDrafter(runner, count, shape, sampler, "reject", nodes=nodes)  # type: ignore[arg-type]
     drawn = drafter.propose(torch.zeros(count, dtype=torch.long), CACHE)  # type: ignore[arg-type]
-    law = list(selected_trees(q, shape, nodes))
-    rows = torch.cat([torch.cat([tree.tokens, tree.parents], 1) for tree in [*(tree for _, tree in law), drawn]])
+    whole = ((weight, build_tree(tree, shape, q)) for tree, weight in sampled_trees(q, shape).items())
+    weights, known = zip(*(whole if nodes is None else selected_trees(q, shape, nodes)), strict=True)
+    rows = torch.cat([torch.cat([tree.tokens, tree.parents], 1) for tree in [*known, drawn]])
     _, number, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
-    assert len(counts) == len(law), "a tree that cannot be"
-    weights = torch.tensor([[weight for weight, _ in law]])
-    assert p_value(counts[number[: len(law)]][None] - 1, weights) > 1e-6
+    assert len(counts) == len(known), "a tree that cannot be"
+    counts = counts[number[: len(known)]] - 1  # each once as a known one
+    assert p_value(counts[None], torch.tensor([weights])) > 1e-6
+    for tree, at in zip(known if nodes is None else (), number, strict=False):
+        for row in (number[len(known) :] == at).nonzero()[:3, 0]:
+            torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0].float())  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, m) for name, fault in IN_THE_RULE.items() for m in fault.methods])
@@ -316,18 +298,6 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values(dict.fromkeys(options), config))
     expected = LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)  # type: ignore[arg-type]
     torch.testing.assert_close(sampler.probabilities(logits), expected)
-
-
-def test_coins_and_draws_have_their_probabilities() -> None:
-    """200,000 each: within 5 standard deviations; certain and impossible ones without exception."""
-    count = 200_000
-    sampler = row_sampler(1.0, count)
-    heads = torch.tensor([0.0, 0.3, 1.0, 2.0]).expand(count, -1)
-    share = (sampler.uniforms(heads) < heads).double().mean(0)
-    assert share[0] == 0 and share[2] == share[3] == 1 and abs(share[1] - 0.3) < 5 * (0.21 / count) ** 0.5
-    drawn = sampler.draw(torch.tensor([3.0, 0.0, 1.0]).expand(count, -1))
-    assert (drawn != 1).all()
-    assert (drawn == 2).double().mean().item() == pytest.approx(0.25, abs=5 * (0.1875 / count) ** 0.5)
 
 
 def test_the_race_keeps_improbable_paths_apart() -> None:

@@ -18,13 +18,6 @@ def test_pieces_are_whole_characters_and_make_up_the_text() -> None:
     assert not any(REPLACEMENT in piece for piece in pieces) and "🙂" in pieces and pieces[-1] == ""
 
 
-def test_an_unfinished_character_comes_at_the_end() -> None:
-    tokenizer = byte_tokenizer()
-    stream = Detokenizer(tokenizer)
-    pieces = [stream.add(token) for token in tokenizer("a中", add_special_tokens=False)["input_ids"][:-1]]
-    assert pieces == ["a", "", ""] and REPLACEMENT in stream.end() and stream.end() == ""
-
-
 def test_a_tokenizer_that_wraps_no_other_is_read_itself() -> None:
     tokenizer = byte_tokenizer()
     stream = Detokenizer(SimpleNamespace(decode=tokenizer.decode))

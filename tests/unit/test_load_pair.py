@@ -37,14 +37,12 @@ def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(registry, "DRAFTS", tmp_path)
     monkeypatch.setattr(registry, "resolve_target", lambda name: f"folder of {name}")
     for name, folder in registry.EMBEDDED_DRAFTS.items():
-        assert registry.choose_pair(name, None, None).draft is None
+        assert registry.choose_pair(name).draft is None
         (tmp_path / folder).mkdir()
-        pair = registry.choose_pair(name, None, None)
+        pair = registry.choose_pair(name)
         assert (pair.target, pair.draft) == (f"folder of {name}", str(tmp_path / folder))
-        assert registry.choose_pair(None, name, None) == pair, "--target of longspec evaluate"
-        assert registry.choose_pair(name, None, "mine").draft == "mine"
-        assert registry.choose_target(name) == f"folder of {name}"
-    assert registry.choose_pair(None, None, None) == registry.choose_pair("smollm2-135m", None, None)
+        assert registry.choose_pair(name, "mine").draft == "mine"
+    assert registry.choose_pair(None) == registry.choose_pair("smollm2-135m")
 
 
 def test_a_cast_target_keeps_no_file_in_memory_and_is_otherwise_the_same(

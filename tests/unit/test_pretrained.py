@@ -73,7 +73,7 @@ def test_a_saved_pairs_draft_is_found_by_every_route(tmp_path: Path) -> None:
     """As --draft, as --target alone, and as the draft's own folder."""
     saved_pair(tmp_path)
     folder = str(tmp_path / "pair")
-    assert choose_pair(None, folder, None).draft == folder
+    assert choose_pair(folder).draft == folder
     for path in (folder, f"{folder}/draft", f"{folder}/draft/model.safetensors"):
         assert draft_settings(path).options.window == 77
         assert check_draft(path, tiny_config("llama"), LlamaGlideDecoderLayer)

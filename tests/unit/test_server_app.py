@@ -195,38 +195,26 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content.0.text", "surrogate"),
+        ({"prompt": []}, "prompt", "none of them empty"),
+        ({"prompt": [1, -1]}, "prompt", "none of them empty"),
+        ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the vocabulary has"),
+        ({"prompt": "\ud800"}, "prompt", "surrogate"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "or 0 with echo"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, "prompt", "8 tokens and the answer up to 4096"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
     client: TestClient, script: Script, fields: dict[str, Any], param: str | None, part: str
 ) -> None:
-    response = client.post(
-        "/v1/chat/completions", content=json.dumps({**HELLO, **fields}), headers={"content-type": "application/json"}
-    )
+    path, body = ("completions", fields) if "prompt" in fields else ("chat/completions", {**HELLO, **fields})
+    response = client.post(f"/v1/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param and part in error["message"] and not script.submitted
-
-
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"prompt": []}, "none of them empty"),
-        ({"prompt": [1, -1]}, "none of them empty"),
-        ({"prompt": [1, VOCAB_SIZE]}, "the vocabulary has"),
-        ({"prompt": "\ud800"}, "surrogate"),
-        ({"prompt": "a", "logprobs": 21}, "less than or equal to 20"),
-        ({"prompt": "a", "logprobs": True}, "logprobs: Input should be a valid integer"),
-        ({"prompt": "a", "max_tokens": 0}, "or 0 with echo"),
-        ({"prompt": "a", "best_of": 2}, "best_of: not supported"),
-        ({"prompt": "a", "suffix": "b"}, "suffix: not supported"),
-        ({"prompt": "a" * POSITIONS}, "the body is larger"),
-        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, "8 tokens and the answer up to 4096"),
-    ],
-)
-def test_a_prompt_that_is_none_is_refused(client: TestClient, script: Script, fields: Any, part: str) -> None:
-    response = client.post("/v1/completions", content=json.dumps(fields), headers={"content-type": "application/json"})
-    assert response.status_code in (400, 413) and part in response.json()["error"]["message"] and not script.submitted
 
 
 def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

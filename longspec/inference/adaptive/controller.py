@@ -64,6 +64,8 @@ class Controller:
 
         self.traces: dict[Hashable, LookupTrace] = {}
         """The active rows."""
+        self.read = 0
+        """Prefix slots that a round reads, summed over rows."""
         self.smaller: dict[Plan, Plan | None] = {
             tree: next((other for other in reversed(self.trees[:number]) if tree.covers(other)), None)
             for number, tree in enumerate(self.trees)
@@ -98,10 +100,12 @@ class Controller:
         """Make a row active after prefill."""
         trace.extend([first_token])
         self.traces[row] = trace
+        self.read += len(trace.tokens)
 
     def end(self, row: Hashable) -> None:
         """Make a row inactive."""
-        self.traces.pop(row, None)
+        if (trace := self.traces.pop(row, None)) is not None:
+            self.read -= len(trace.tokens)
 
     def choose(self) -> Plan:
         """The plan of the next round."""
@@ -128,8 +132,9 @@ class Controller:
         whose result therefore counts for a later one."""
         for decision, parts in self._unlearned:
             for row, part in parts.items():
-                if row in self.traces:
-                    self.traces[row].extend(part.tokens)
+                if (trace := self.traces.get(row)) is not None:
+                    trace.extend(part.tokens)
+                    self.read += len(part.tokens)
             if parts:
                 self._learn(decision, list(parts.values()))
         self._unlearned.clear()
@@ -165,7 +170,7 @@ class Controller:
         return smaller is not None and tree.levels > smaller.levels
 
     def _time(self, plan: Plan) -> float:
-        return self.time(plan, sum(len(trace.tokens) for trace in self.traces.values()))
+        return self.time(plan, self.read)
 
     def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
         """Update the trees' gains and the time that probes have lost."""

@@ -7,6 +7,7 @@ have accepted follows from the text, without a single round of lookup.
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ RESTART_WEIGHT = 4.0
 """Weight of the long mean after a change, in observations."""
 LEAST_VARIANCE = 0.05
 """Of observations; a constant sequence would make every deviation a change."""
+FEW_MATCHES = 16
+"""Up to this number, matches are compared faster one by one than as arrays."""
 SHORT_DECAY = math.exp(-1 / SHORT_MEMORY)
 
 
@@ -37,17 +40,18 @@ class TrackedMean:
         self.recent_weight = weight
 
     def add(self, observation: float) -> None:
-        self.weight = min(self.weight + 1, LONG_MEMORY)
+        # In local variables: it is called for every token of every row.
+        weight = min(self.weight + 1, LONG_MEMORY)
         deviation = observation - self.value
-        self.value += deviation / self.weight
-        self.variance += (deviation * (observation - self.value) - self.variance) / self.weight
-        self.recent_weight = min(self.recent_weight + 1, SHORT_MEMORY)
-        self.recent += (observation - self.recent) / self.recent_weight
+        value = self.value + deviation / weight
+        self.variance += (deviation * (observation - value) - self.variance) / weight
+        self.recent_weight = recent_weight = min(self.recent_weight + 1, SHORT_MEMORY)
+        self.recent = recent = self.recent + (observation - self.recent) / recent_weight
 
-        error = max(self.variance, LEAST_VARIANCE) * (1 / self.weight + 1 / self.recent_weight)
-        if abs(self.recent - self.value) > SIGNIFICANCE * math.sqrt(error):
-            self.value = self.recent
-            self.weight = min(self.recent_weight, RESTART_WEIGHT)
+        error = max(self.variance, LEAST_VARIANCE) * (1 / weight + 1 / recent_weight)
+        if abs(recent - value) > SIGNIFICANCE * math.sqrt(error):
+            value, weight = recent, min(recent_weight, RESTART_WEIGHT)
+        self.value, self.weight = value, weight
 
     def age(self) -> None:
         """A round without an observation: the recent ones are less recent."""
@@ -93,10 +97,15 @@ class LookupTrace:
         """The tokens after the longest earlier match of the newest tokens; the latest one among matches of a length."""
         tokens = np.frombuffer(self.tokens, dtype=np.int64)
         # A search of the whole text takes microseconds. An index of a long prompt would delay the first round.
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        ends: Any = (tokens[:-1] == tokens[-1]).nonzero()[0]
         for back in range(1, min(LONGEST_MATCH, len(tokens))):
-            longer = ends[ends >= back]
-            longer = longer[tokens[longer - back] == tokens[-1 - back]]
+            longer: Any
+            if len(ends) > FEW_MATCHES:
+                longer = ends[ends >= back]
+                longer = longer[tokens[longer - back] == tokens[-1 - back]]
+            else:
+                token = self.tokens[-1 - back]
+                longer = [end for end in map(int, ends) if end >= back and self.tokens[end - back] == token]
             if not len(longer):
                 break
             ends = longer

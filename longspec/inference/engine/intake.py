@@ -139,8 +139,12 @@ class Intake:
 
     def _is_read(self, prompt: np.ndarray) -> bool:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
+        head = prompt[:LEAST_SHARED].tobytes()
         return not self.batch.drafter.layer_inputs and any(
-            common_prefix(prompt, row.ticket.prompt) >= len(row.tokens) + LEAST_SHARED for row in self.reading
+            # Few prompts begin alike, and this is asked for each pair of rows that start together.
+            row.ticket.prompt[:LEAST_SHARED].tobytes() == head
+            and common_prefix(prompt, row.ticket.prompt) >= len(row.tokens) + LEAST_SHARED
+            for row in self.reading
         )
 
     def _give_row(self, ticket: Ticket) -> Row:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from longspec.errors import UserError
 from longspec.inference.request import Sampling
@@ -41,7 +41,7 @@ class RequestTooLarge(UserError):
 
 
 class NotServing(Exception):
-    """The scheduler is draining, closed, or has failed; it takes no more requests."""
+    """The scheduler is closed, or has failed; it takes no more requests."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ class Tree:
     """One per accepted node."""
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """New tokens of one request, in order; at least one."""
 
     ids: list[int]

@@ -102,8 +102,13 @@ class RowRound(NamedTuple):
         """The levels, as above, of the nodes that a tree which this one covers would have accepted. A tree of fewer
         levels verifies more nodes of these levels. Those that this round did not verify are missing, so the number of
         nodes is a lower bound."""
-        verified = [rank for rank, level in enumerate(self.levels) if level <= tree.levels][: tree.nodes]
-        return [self.levels[rank] for rank in sorted(set(self.ranks).intersection(verified))]
+        accepted = sorted(rank for rank in self.ranks if self.levels[rank] <= tree.levels)
+        # A node has at most `rank` nodes of these levels before it.
+        return [
+            self.levels[rank]
+            for rank in accepted
+            if rank < tree.nodes or sum(level <= tree.levels for level in self.levels[:rank]) < tree.nodes
+        ]
 
 
 class Flight:

@@ -22,8 +22,6 @@ class Row:
     last_used: int = 0
     """Order in which rows became idle; 0 for one that never held a request."""
     job: Ticket | None = None
-    window_is_stale: bool = False
-    """Whether the draft's window lacks tokens, because plans without the draft were played."""
 
     @property
     def ticket(self) -> Ticket:
@@ -110,6 +108,8 @@ class Roster(NamedTuple):
     """Without the plan of method "auto"."""
     traced: bool
     """Whether any request asks for trees."""
+    draws: bool
+    """Whether any request has a seed and is not greedy."""
 
     @classmethod
     def of(cls, running: list[Row], batch: Batch) -> "Roster":
@@ -130,6 +130,7 @@ class Roster(NamedTuple):
             batch.size_for(int(numbers.max(initial=0)) + 1),
             mode,
             any(request.trace for request in requests),
+            any(request.sampling.seed is not None and not request.sampling.greedy for request in requests),
         )
 
 

@@ -43,6 +43,8 @@ class Worker:
         """time.perf_counter() from which on the time of rounds is not shared out."""
         self._ended: list[Row] = []
         """Rows whose requests have ended, but which the batch has not taken out of the rounds."""
+        self._stale = np.zeros(batch.max_rows, dtype=bool)
+        """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
         self.controller = Controller(batch.plans, batch.times, batch.times.refill) if batch.plans else None
@@ -122,7 +124,7 @@ class Worker:
             return
         ticket.root = played.tokens[0]
         ticket.first_token = ticket.last_token = time.perf_counter()
-        row.window_is_stale = False
+        self._stale[row.index] = False
         self._roster = None
         if self.in_blocks:
             self.backlog.start(row.index, ticket.request.stop_ids)
@@ -138,23 +140,19 @@ class Worker:
         self.counts.rounds += 1
         self.batch.times.size, mode = roster.size, roster.mode
         if mode.speculates and self.controller is not None:
-            mode = mode._replace(plan=self._choose_plan(self.controller, roster.rows))
+            mode = mode._replace(plan=self._choose_plan(self.controller, roster))
         result = self.batch.play(mode, roster.size)
         return roster, Flight(result, mode.report, roster.traced), mode.plan
 
-    def _choose_plan(self, controller: Controller, running: list[Row]) -> Plan:
+    def _choose_plan(self, controller: Controller, roster: Roster) -> Plan:
         """The plan of a round of method "auto". The answer to a request with a seed must not depend on the other
         requests. Above temperature 0 the plan decides which random numbers an answer takes, so one plan is played as
         long as such a request runs, unless all requests start together."""
-        samplings = [row.ticket.request.sampling for row in running]
-        is_seeded = any(sampling.seed is not None and not sampling.greedy for sampling in samplings)
-        imposes = is_seeded and not self.intake.reads_all
+        imposes = roster.draws and not self.intake.reads_all
         plan = controller.impose(self.batch.plans[-1]) if imposes else controller.choose()
-        stale = [row.number for row in running if row.window_is_stale]
-        if plan.feeds_draft and stale:
-            self.batch.refill_draft(stale)
-        for row in running:
-            row.window_is_stale = not plan.feeds_draft
+        if plan.feeds_draft and len(stale := roster.numbers[self._stale[roster.indices]]):
+            self.batch.refill_draft(stale.tolist())
+        self._stale[roster.indices] = not plan.feeds_draft
         return plan
 
     def _move_together(self, running: list[Row], size: int) -> None:
@@ -188,7 +186,7 @@ class Worker:
         if self.in_blocks:
             live = self._add_to_backlog(roster, live, lines, share)
         for position, line in zip(live.tolist(), lines[roster.numbers[live]].tolist(), strict=True):
-            row, number = roster.rows[position], roster.numbers[position]
+            row = roster.rows[position]
             played = RowRound.read(line, flight.width, flight.report)
             if played.fault:
                 self._stop_faulty(row, played.fault)
@@ -197,8 +195,8 @@ class Worker:
             self._store(row, new_tokens, 1, now, share)
             if plan is not None:
                 ticket.plans[plan.name] += 1
-            tree = flight.tree(number, played) if ticket.request.trace else None
-            taken = self._emit(row, played, tree, None if scores is None else scores[number])
+            tree = flight.tree(roster.numbers[position], played) if ticket.request.trace else None
+            taken = self._emit(row, played, tree, None if scores is None else scores[roster.numbers[position]])
             if ticket.trace is not None:
                 parts[ticket] = played._replace(tokens=new_tokens[:taken])
             if ticket.request.speculate:
@@ -247,10 +245,13 @@ class Worker:
     ) -> int:
         """Send tokens up to the end of the answer; the number of them."""
         ids, origins, request = played.tokens, round_origins(played.from_lookup), row.ticket.request
+        reason: FinishReason | None
         # A round can go past a stop token and past the limit; the tokens after them are dropped.
         room = request.max_new_tokens - row.ticket.new_tokens
-        taken = next((number for number, token in enumerate(ids, 1) if token in request.stop_ids), len(ids))
-        reason: FinishReason | None = "stop" if ids[taken - 1] in request.stop_ids and taken <= room else None
+        taken, reason = len(ids), None
+        if not request.stop_ids.isdisjoint(ids):
+            taken = next(number for number, token in enumerate(ids, 1) if token in request.stop_ids)
+            reason = "stop" if taken <= room else None
         if reason is None and taken >= room:
             taken, reason = room, "length"
         self.backlog.left[row.index] = room - taken

@@ -13,43 +13,33 @@ OPEN_PATHS = ("/", "/health")
 """Paths that need no key."""
 
 
-class KeyCheck:
-    """ASGI middleware: 401 for a request without the key. It answers before the body is read."""
+class AccessCheck:
+    """ASGI middleware: 400 for a request whose Host header names another server, 401 for one without the key."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Sequence[str]) -> None:
+        """api_key: None needs none. hosts: accepted names; "*" is any."""
         self.app = app
-        self.expected = api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The page has to load before it can ask for the key, and health checks of containers have none.
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(scope):
-            await self.app(scope, receive, send)
-            return
-        message = "a valid API key is needed, as the header 'Authorization: Bearer KEY'"
-        await error_response(ApiError(401, message, close=True))(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        """Takes the same time for every key of one length."""
-        scheme, _, key = Headers(scope=scope).get("authorization", "").strip().partition(" ")
-        # The name of a scheme has no case.
-        return hmac.compare_digest(key.strip().encode(), self.expected) and scheme.lower() == "bearer"
-
-
-class HostCheck:
-    """ASGI middleware: 400 for a request whose Host header names another server."""
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        """hosts: accepted names; "*" is any."""
-        self.app = app
+        self.expected = None if api_key is None else api_key.encode()
         self.hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = "" if scope["type"] != "http" else Headers(scope=scope).get("host", "")
+        refusal = self._refusal(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         # A dot that ends a name and a port may follow. Colons of an IPv6 address are in brackets. Names have no case.
-        if scope["type"] != "http" or "*" in self.hosts or re.sub(r"\.?(:\d*)?$", "", name).lower() in self.hosts:
-            await self.app(scope, receive, send)
-            return
-        message = (
-            f"the host '{name}' is not served here, only {', '.join(sorted(self.hosts))}; an API key lifts this limit"
-        )
-        await error_response(ApiError(400, message, close=True))(scope, receive, send)
+        name = headers.get("host", "")
+        if "*" not in self.hosts and re.sub(r"\.?(:\d*)?$", "", name).lower() not in self.hosts:
+            served = ", ".join(sorted(self.hosts))
+            message = f"the host '{name}' is not served here, only {served}; an API key lifts this limit"
+            return ApiError(400, message, close=True)
+        # The page has to load before it can ask for the key, and health checks of containers have none.
+        if self.expected is None or path in OPEN_PATHS or self._has_key(headers, self.expected):
+            return None
+        return ApiError(401, "a valid API key is needed, as the header 'Authorization: Bearer KEY'", close=True)
+
+    def _has_key(self, headers: Headers, expected: bytes) -> bool:
+        """Takes the same time for every key of one length."""
+        scheme, _, key = headers.get("authorization", "").strip().partition(" ")
+        # The name of a scheme has no case.
+        return hmac.compare_digest(key.strip().encode(), expected) and scheme.lower() == "bearer"

@@ -15,9 +15,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspec.inference.server.access import HostCheck, KeyCheck
+from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.server.access import AccessCheck
 from longspec.inference.server.errors import ApiError, error_response, validation_error
-from longspec.inference.server.job import Delta, Engine, Job
+from longspec.inference.server.job import Delta, Job
 from longspec.inference.server.limits import BodyLimit, Limits
 from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import NAME_CHARACTERS, ChatRequest, CompletionRequest
@@ -42,7 +43,7 @@ class Service:
     """State that the routes read."""
 
     model: ServedModel
-    scheduler: Engine
+    scheduler: Scheduler
     limits: Limits
     metrics: Metrics
     encoder: ThreadPoolExecutor
@@ -170,7 +171,7 @@ class CountedResponses:
 
 
 def build_app(
-    model: ServedModel, scheduler: Engine, limits: Limits, api_key: str | None = None, hosts: Sequence[str] = ("*",)
+    model: ServedModel, scheduler: Scheduler, limits: Limits, api_key: str | None = None, hosts: Sequence[str] = ("*",)
 ) -> FastAPI:
     """The application. It neither starts nor closes the scheduler. api_key: the bearer token that clients must send;
     None allows requests without one. hosts: accepted values of the Host header. A list of the server's own names
@@ -186,9 +187,7 @@ def build_app(
     # The middleware that is added last runs first: responses of all others are counted, and a wrong host or key is
     # refused before the body is read.
     app.add_middleware(BodyLimit, limits=limits)
-    if api_key is not None:
-        app.add_middleware(KeyCheck, api_key=api_key)
-    app.add_middleware(HostCheck, hosts=hosts)
+    app.add_middleware(AccessCheck, api_key=api_key, hosts=hosts)
     app.add_middleware(CountedResponses, metrics=service.metrics)
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)

@@ -5,37 +5,26 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import (
     Event,
     Finished,
     NotServing,
-    OnEvent,
     PromptScores,
     QueueFull,
     Request,
     RequestTooLarge,
-    Snapshot,
     Ticket,
     Timings,
     Tokens,
     Tree,
 )
+from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.metrics import Latencies
-
-
-class Engine(Protocol):
-    """The methods of the scheduler that the server needs."""
-
-    def submit(self, request: Request, on_event: OnEvent) -> Ticket: ...
-
-    def cancel(self, ticket: Ticket) -> None: ...
-
-    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass
@@ -69,7 +58,7 @@ class Choice:
 class Job:
     """Events arrive on the engine's thread and are read on the event loop that submitted the job."""
 
-    engine: Engine
+    engine: Scheduler
     requests: Sequence[Request]
     tokenizer: Any
     stops: Sequence[str]
