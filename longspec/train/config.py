@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
@@ -75,25 +75,35 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
 
 def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
     """`composed` as a TrainConfig. Raises UserError for an unknown or missing key or a wrong value."""
+    values: Any = composed
+    missing: set[str] = set()
+    if isinstance(composed, DictConfig):
+        values, missing = OmegaConf.to_container(composed, resolve=True), OmegaConf.missing_keys(composed)
+    problems: list[Any] = []
     try:
-        values: Any = composed
-        if isinstance(composed, DictConfig):
-            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        return SCHEMA.validate_python(values)
-    except MissingMandatoryValue as error:
-        raise UserError(f"config key {error.full_key}: not set; give {error.full_key}=VALUE") from error
+        config = SCHEMA.validate_python(values)
     except ValidationError as error:
-        raise _key_error(error.errors()[0]) from error
+        problems = error.errors()
+    # First the unknown keys: a misspelled key leaves another one unset.
+    for problem in problems:
+        if problem["type"] == "unexpected_keyword_argument":
+            raise _unknown_key(_key(problem))
+    for key in sorted(missing):
+        raise UserError(f"config key {key}: not set; give {key}=VALUE")
+    if problems:
+        raise _key_error(problems[0])
+    return config
+
+
+def _key(problem: Any) -> str:
+    return ".".join(map(str, problem["loc"]))
 
 
 def _key_error(problem: Any) -> UserError:
-    """The error for one of pydantic's."""
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "unexpected_keyword_argument":
-        return _unknown_key(key)
+    """The error for one of pydantic's about a value."""
     message = problem["msg"].replace("Input should be", "must be")
     given = "" if problem["type"] == "missing" else f", not {problem['input']!r:.80}"
-    return UserError(f"config key {key}: {message}{given}")
+    return UserError(f"config key {_key(problem)}: {message}{given}")
 
 
 def _unknown_key(key: str) -> UserError:

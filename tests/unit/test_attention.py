@@ -2,6 +2,7 @@
 
 import importlib.util
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,21 @@ from longspec.kernels.native.backend import NativeAttention
 from longspec.kernels.torch.attention import DecodingAttention
 
 FLASH = importlib.util.find_spec("fa3_fwd_interface") is not None
-BACKENDS = [
-    "sdpa cpu",
-    pytest.param("native cpu", marks=pytest.mark.gcc),
-    pytest.param("triton cpu", marks=INTERPRETED),
-    pytest.param("sdpa cuda", marks=pytest.mark.gpu),
-    pytest.param("triton cuda", marks=pytest.mark.gpu),
-    pytest.param("flash cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")]),
-]
+MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    "sdpa cpu": [],
+    "native cpu": [pytest.mark.gcc],
+    "triton cpu": [INTERPRETED],
+    "sdpa cuda": [pytest.mark.gpu],
+    "triton cuda": [pytest.mark.gpu],
+    "flash cuda": [pytest.mark.gpu, pytest.mark.skipif(not FLASH, reason="needs fa3-fwd")],
+}
+BACKENDS = [pytest.param(name, marks=marks) for name, marks in MARKS.items()]
+DTYPES = {
+    "native cpu": [torch.float32],
+    "triton cpu": [torch.float32, torch.float16],  # the interpreter has no bf16
+    "flash cuda": [torch.bfloat16],
+}
+"""Those that a backend takes; by default all of TOLERANCE."""
 SHAPES = [(2, 1, 1, 64), (1, 4, 37, 64), (2, 5, 5, 128), (1, 8, 20, 80)]
 LARGE = [((1, 4, 69, 64), [95, 3]), ((1, 5, 69, 128), [60, 64]), ((1, 1, 150, 16), [130]), ((1, 2, 3, 256), [96, 1])]
 GPU_HEADS = [(64, 8), (80, 1), (80, 5), (128, 4), (128, 5), (256, 2)]
@@ -49,10 +57,15 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return choose_backend(backend, torch.device(device), torch.bfloat16, 64).attention, device
 
 
-def takes(attend: DecodingAttention, device: str, dtype: torch.dtype) -> bool:
-    if attend.name in ("flash", "native"):
-        return dtype == (torch.bfloat16 if attend.name == "flash" else torch.float32)
-    return not (attend.name == "triton" and device == "cpu" and dtype == torch.bfloat16)  # the interpreter cannot
+def with_backends(*cases: Any) -> list[Any]:
+    """The cases, each with every backend that takes its dtype, which is the last value."""
+    sets = [case if hasattr(case, "values") else pytest.param(*case) for case in cases]
+    return [
+        pytest.param(name, *case.values, marks=[*marks, *case.marks])
+        for name, marks in MARKS.items()
+        for case in sets
+        if case.values[-1] in DTYPES.get(name, TOLERANCE)
+    ]
 
 
 def make_cache(
@@ -85,32 +98,30 @@ def some_mask(batch: int, nodes: int, keys: int) -> Tensor:
     return torch.rand(batch, nodes, keys, generator=torch.Generator().manual_seed(1)) < 0.5
 
 
-@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(
-    ("shape", "queries", "dtype", "lengths"),
-    [
-        *((shape, 37, dtype, [0, 130, 7]) for shape, dtype in zip(cycle(SHAPES), 4 * [*TOLERANCE], strict=False)),
-        *((shape, 150, torch.float32, lengths) for shape, lengths in LARGE),
+    ("attend", "shape", "queries", "lengths", "dtype"),
+    with_backends(
+        *((shape, 37, [0, 130, 7], dtype) for shape, dtype in zip(cycle(SHAPES), 4 * [*TOLERANCE], strict=False)),
+        *((shape, 150, lengths, torch.float32) for shape, lengths in LARGE),
         *(
-            pytest.param((2, group, nodes, head_dim), nodes, dtype, [5000, 0, 1, 2113], marks=pytest.mark.gpu)
+            pytest.param((2, group, nodes, head_dim), nodes, [5000, 0, 1, 2113], dtype, marks=pytest.mark.gpu)
             for (head_dim, group), nodes, dtype in product(GPU_HEADS, (1, 69), TOLERANCE)
         ),
-        (SHAPES[1], 37, torch.float32, [150]),
-        (SHAPES[1], 37, torch.float32, [90, 90]),
-        *(((2, 3, 9, 32), 4, torch.float32, lengths) for lengths in ([150], [90, 90], [0, 130, 7])),
-    ],
+        (SHAPES[1], 37, [150], torch.float32),
+        (SHAPES[1], 37, [90, 90], torch.float32),
+        *(((2, 3, 9, 32), 4, lengths, torch.float32) for lengths in ([150], [90, 90], [0, 130, 7])),
+    ),
+    indirect=["attend"],
 )
 def test_hybrid_equals_dense_attention(
+    attend: tuple[DecodingAttention, str],
     shape: tuple[int, int, int, int],
     queries: int,
-    dtype: torch.dtype,
     lengths: list[int],
-    attend: tuple[DecodingAttention, str],
+    dtype: torch.dtype,
 ) -> None:
     """For all nodes of a tree, and for the last ones."""
     (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
-    if not takes(backend, device, dtype):
-        pytest.skip("not for this dtype")
     q, k, v, n = make_cache(lengths, kv_heads, group, nodes, head_dim, nodes)
     tree_mask = some_mask(len(lengths), nodes, nodes)
     tree_mask[:, 0] = False
@@ -119,8 +130,8 @@ def test_hybrid_equals_dense_attention(
     expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.15)
     if backend.name == "triton":  # reads keys and values of any strides
         v = F.pad(v, (0, 3))[..., :head_dim]
-    attend = backend.hybrid(n.to(device), tree_mask.to(device))
-    got = attend(q.to(device), k.to(device), v.to(device), 0.15)
+    hybrid = backend.hybrid(n.to(device), tree_mask.to(device))
+    got = hybrid(q.to(device), k.to(device), v.to(device), 0.15)
     assert got.dtype == dtype
     if device == "cuda" and backend.capturable:
         assert got.transpose(1, 2).is_contiguous()
@@ -146,8 +157,7 @@ def test_prefix_equals_dense_attention(
         assert all(got[row].eq(0).all() for row, length in enumerate(lengths) if length == 0)
 
 
-@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("attend", "dtype"), with_backends(*((dtype,) for dtype in TOLERANCE)), indirect=["attend"])
 @pytest.mark.parametrize(
     ("window", "tree", "kv_heads", "group", "nodes", "head_dim", "level"),
     [
@@ -171,8 +181,6 @@ def test_window_sees_tokens_by_position_and_nodes_by_the_mask(
     """Against explicit positions, with roots before, at and after the first turn of the ring buffer. Windows of several
     blocks and of one, in each dtype: Triton has miscompiled the loop over one block."""
     backend, device = attend
-    if not takes(backend, device, dtype):
-        pytest.skip("not for this dtype")
     roots = [0, 7, window, window + 1, 3 * window + 13]
     generator = torch.Generator().manual_seed(nodes)
     q = torch.randn(len(roots), nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2).to(dtype)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_attention import BACKENDS, attend, takes  # noqa: F401
+from test_attention import attend, with_backends  # noqa: F401
 from torch import Tensor
 
 from longspec.kernels.torch.attention import DecodingAttention
@@ -97,8 +97,7 @@ INTERPRETED: list[Sizes] = [([0, 130], 1, 1, 33, 64), ([0, 1, 65], 1, 4, 1, 128)
 ON_GPU: list[Sizes] = [([n], 8, 4, nodes, 128) for n in (0, 1, 4096, 32768, 131072) for nodes in (1, 69)]
 
 
-@pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("attend", "dtype"), with_backends(*((dtype,) for dtype in DTYPES)), indirect=["attend"])
 @pytest.mark.parametrize("logits", LOGITS)
 def test_attention_is_as_exact_as_its_dtype(
     logits: str,
@@ -106,7 +105,5 @@ def test_attention_is_as_exact_as_its_dtype(
     attend: tuple[DecodingAttention, str],  # noqa: F811
 ) -> None:
     backend, device = attend
-    if not takes(backend, device, dtype):
-        pytest.skip("not for this dtype")
     for sizes in ON_GPU if device == "cuda" else INTERPRETED if backend.name == "triton" else ON_CPU:
         check(backend, make_case(logits, *sizes, device), dtype)
