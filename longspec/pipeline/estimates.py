@@ -24,11 +24,11 @@ from longspec.pipeline.settings import Settings
 
 REFERENCE, WIDTH = 1.54e9, 1536
 """Parameters and hidden units of the target whose speeds are known."""
-PASS, DECODE, HALF_BATCH = 268_000.0, 36_000.0, 256
+PASS, DECODE, HALF_BATCH = 268_000.0, 42_000.0, 128
 """Tokens/s of its forward pass in training, and of text that it writes in the largest batches. A batch of HALF_BATCH
 rows has half of this speed."""
-PREFILL = 0.4
-"""Speed of reading prompts to be answered, relative to PASS."""
+PREFILL, MOST_PREFILL = 0.4, 75_000.0
+"""Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most."""
 DRAFT_S, NARROW = 4e-6, 0.7
 """Seconds per token that its draft takes to train, and the part of it that the draft of a narrow target takes."""
 FILLED, CHAT_FILLED = 0.75, 0.5
@@ -137,8 +137,9 @@ def pass_seconds(target: Target, machine: Machine, tokens: float, length: float)
 def decode_seconds(target: Target, machine: Machine, tokens: float, batch: int) -> float:
     """Seconds of one GPU for `tokens` new tokens of batches of `batch` rows."""
     scale = REFERENCE / target.parameters
-    # Rounds of a small target on a GPU cost launches, not arithmetic.
-    speed = DECODE * machine.speed * (min(1.0, scale) if machine.gpus else scale)
+    if machine.gpus and scale > 1:
+        scale **= 0.25  # rounds of a small target cost launches, not arithmetic
+    speed = DECODE * machine.speed * scale
     return tokens / (speed * batch / (batch + HALF_BATCH))
 
 
@@ -188,7 +189,8 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         work = decode_seconds(target, machine, new, run.batch_size)
         for group, count in counts.items():
             mean = mean_length(settings, group)
-            work += pass_seconds(target, machine, count * mean, mean) / PREFILL
+            read = count * mean
+            work += max(pass_seconds(target, machine, read, mean) / PREFILL, read / (MOST_PREFILL * machine.speed))
         tokens["answers"] = tokens.get("answers", 0) + new
         seconds["answers"] = seconds.get("answers", START_S) + work / devices
     for probe in settings.probes.values():
