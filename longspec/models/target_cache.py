@@ -15,7 +15,7 @@ from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
-CONVERSION = 1
+CONVERSION = 2
 """Version of the conversion. Folders of other versions are ignored."""
 MANIFEST = "conversion.json"
 
