@@ -15,8 +15,8 @@ from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
-CONVERSION = 1
-"""Version of the conversion. Folders of other versions are ignored."""
+CONVERSION = 2
+"""Version of the conversion and its manifest. Folders of other versions are ignored."""
 MANIFEST = "conversion.json"
 
 
