@@ -16,7 +16,7 @@ from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
 CONVERSION = 2
-"""Version of the conversion. Folders of other versions are ignored."""
+"""Version of the conversion and its manifest. Folders of other versions are ignored."""
 MANIFEST = "conversion.json"
 
 

@@ -205,8 +205,10 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     for layer, layer_type in enumerate(layer_types):
         if layer_type != "full_attention":
             raise UserError(f"{path}: layer {layer} of this target has {layer_type}; the draft needs full_attention")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and not layer_types:
+    # Families differ in what their modules read, which the defaults show; a config keeps other entries as they are.
+    own = type(config)()
+    window = getattr(config, "sliding_window", None) if hasattr(own, "sliding_window") else None
+    if window is not None and not getattr(own, "layer_types", None):
         raise UserError(f"{path}: a target with sliding_window {window}; the draft needs full attention")
     # A fixed scaling is part of the table; cached keys stay valid.
     kind = (config.rope_parameters or {}).get("rope_type")

@@ -12,6 +12,7 @@ from zipfile import BadZipFile
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -131,13 +132,15 @@ def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
 @contextmanager
 def without_bar() -> Iterator[None]:
     """Context without transformers' progress bars, those of downloads included."""
-    shown = logging.is_progress_bar_enabled()
+    shown, is_hub_silent = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
             logging.enable_progress_bar()
+            if is_hub_silent:  # transformers switches the hub's bars, too
+                disable_progress_bars()
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:

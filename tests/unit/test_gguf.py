@@ -210,6 +210,16 @@ def test_a_file_is_converted_once_and_a_damaged_copy_again(
         converted([file], file.stem, expected="0" * 64)
 
 
+def test_the_folder_of_an_older_version_stays(tmp_path: Path, own_cache: Path) -> None:
+    """A run of that version may be reading it, and would replace one of this version."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    old = own_cache / f"tiny-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}-1"
+    old.mkdir(parents=True)
+    (old / target_cache.MANIFEST).write_text('{"files": {}}')
+    assert Path(resolve_target(str(file))) != old and (old / target_cache.MANIFEST).is_file()
+
+
 def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.gguf"
     with pytest.raises(UserError, match="no such GGUF file"):

@@ -6,13 +6,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from training_fixtures import make_target
 from transformers.utils import logging
 
 from longspec import LlamaGlide, generate, load_pair
 from longspec.errors import UserError
 from longspec.inference import registry
-from longspec.models.weight_files import stored_weights
+from longspec.models.weight_files import stored_weights, without_bar
 
 
 def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
@@ -31,6 +32,20 @@ def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
     assert again.dtype == torch.float32
     for name, weight in again.draft_model.state_dict().items():
         torch.testing.assert_close(weight, pair.draft_model.state_dict()[name].float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_bars_of_downloads_stay_as_they_were(is_silent: bool) -> None:
+    """transformers switches those of the hub together with its own."""
+    logging.enable_progress_bar()
+    try:
+        if is_silent:
+            disable_progress_bars()
+        with without_bar():
+            assert not logging.is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled() and are_progress_bars_disabled() == is_silent
+    finally:
+        enable_progress_bars()
 
 
 def test_the_embedded_draft_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

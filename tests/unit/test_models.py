@@ -131,9 +131,22 @@ def test_targets_with_sliding_windows_are_refused_by_name(
         GLIDE[family].from_pretrained(tmp_path)
 
 
-def test_windows_that_no_layer_uses_are_accepted(tmp_path: Path) -> None:
-    save_target(tmp_path, "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=3)
-    GLIDE["qwen3"].from_pretrained(tmp_path)
+def test_a_window_counts_whatever_the_types_of_layers_that_mistral_does_not_read() -> None:
+    config = tiny_config("mistral", sliding_window=4096, layer_types=["full_attention"] * 3)
+    with pytest.raises(UserError, match="a target with sliding_window 4096"):
+        GLIDE["mistral"].check_family(config, "target")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}),
+        ("llama", {"sliding_window": 4096}),  # of a target that was a Mistral target
+    ],
+)
+def test_windows_that_no_layer_uses_are_accepted(tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    save_target(tmp_path, family, **settings)
+    GLIDE[family].from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

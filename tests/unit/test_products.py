@@ -81,7 +81,8 @@ def test_one_token_is_normalized_in_its_product_or_before(
 @pytest.mark.parametrize(
     ("batch", "nodes", "width", "inner"),
     [
-        *((1, 1, width, 40) for width in (24, 72)),  # shorter than the shortest vector with a fused norm, and longer
+        # One vector: shorter than the shortest one that a program takes at once, and longer.
+        *((1, 1, width, inner) for width in (24, 72) for inner in (40, 100)),
         *((2, 3, 24, 40), (1, 17, 256, 128), (1, 64, 96, 512), (1, 69, 40, 2), (1, 17, 192, 66), (1, 69, 96, 70)),
         (2, 50, 24, 40),
     ],

@@ -76,7 +76,7 @@ def rotate_and_store(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Tensor | None, scale: float, window: int = 0, level: int = 0
 ) -> Tensor:
-    """Attention of q [B, H, N, D] to keys and values with the strides of `Stores`: [B, H, N, D].
+    """Attention of q [B, H, N, D] to keys and values of a cache as in `rotate_and_store`: [B, H, N, D].
 
     Each query sees slots 0 … lengths[b] - 1, lengths int32 [B], and of the M slots after them those where mask, bool
     [B, N, M], is True. With a window, it sees instead what `DecodingAttention.window` says of a ring buffer of W, and
