@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
+HOSTFILE = Path("/job/hostfile")
+"""The hosts of a launch, which DeepSpeed's launcher reads if the file exists."""
 COUNTED_BYTES = 2**30
 """Largest data whose records a dry run counts."""
 
@@ -81,6 +83,8 @@ def known_ranks(options: LaunchOptions) -> int | None:
     """The number of ranks of a launch: that of the options, or of all GPUs; None if neither tells it."""
     import torch
 
+    if HOSTFILE.exists():
+        return None
     if options.num_gpus is not None:
         return options.num_gpus
     if options.include is None:

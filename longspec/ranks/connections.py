@@ -52,10 +52,11 @@ def connect_ranks() -> dict[socket.socket, int]:
             peers = accept_ranks(server, secret, world_size - 1)
     else:
         try:
-            peers = {socket.create_connection((host, port), timeout=CONNECT_S): 0}
-            next(iter(peers)).sendall(secret + rank.to_bytes(4, "big"))
+            first = socket.create_connection((host, port), timeout=CONNECT_S)
+            first.sendall(secret + rank.to_bytes(4, "big"))
         except OSError as error:
             raise UserError(f"rank {rank} does not reach rank 0 at {host}, port {port}: {error}") from error
+        peers = {first: 0}
     for connection in peers:
         connection.settimeout(SEND_S)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -37,12 +37,13 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
     args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
     if args.cfg:
+        _check_keys(_problems(OmegaConf.to_container(composed)))
         print(OmegaConf.to_yaml(composed), end="")
         return None
     if automatic := auto_keys(composed):
         # They follow from the other values, so these must have the right types.
-        typed(with_placeholders(composed, automatic))
-        composed = with_auto_values(composed, automatic, ranks)
+        others = typed(with_placeholders(composed, automatic))
+        composed = with_auto_values(OmegaConf.create(asdict(others)), automatic, ranks)
     config = typed(composed)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
@@ -60,17 +61,22 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
     if not (Path(folder) / f"{name.removesuffix('.yaml')}.yaml").is_file():
         names = ", ".join(sorted(file.stem for file in Path(folder).glob("*.yaml"))) or "none"
         raise UserError(f"config name {name}: no such experiment in {folder}; there are: {names}")
-    groups = tuple(f"{group.name}=" for group in Path(folder).iterdir() if group.is_dir())
+
+    def prefixed(text: str) -> str:
+        # Some sections take keys of any name. Hydra adds them with `++` alone, and `typed` reports unknown ones.
+        key = text.partition("=")[0]
+        is_group = "/" in key or "@" in key or (Path(folder) / key).is_dir()
+        return text if is_group or text.startswith(("+", "~")) else f"++{text}"
+
     try:
         with initialize_config_dir(str(Path(folder).absolute()), version_base=None):
-            # Some sections take keys of any name. Hydra adds them with `++` alone, and `typed` reports unknown ones.
-            texts = map(readable, overrides)
-            prefixed = [text if text.startswith(("+", "~", *groups)) else f"++{text}" for text in texts]
-            composed = compose(name.removesuffix(".yaml"), overrides=prefixed)
-            OmegaConf.resolve(composed)
-            return composed
+            composed = compose(name.removesuffix(".yaml"), overrides=[prefixed(readable(text)) for text in overrides])
+            # Not OmegaConf.resolve, whose errors do not name the key.
+            values: Any = OmegaConf.to_container(composed, resolve=True)
+            return OmegaConf.create(values)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise UserError(f"config {name}: {_one_line(error)}") from error
+        key = getattr(error, "full_key", None)
+        raise UserError(f"config {f'key {key}' if key else name}: {_one_line(error)}") from error
 
 
 def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
@@ -79,20 +85,30 @@ def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
     missing: set[str] = set()
     if isinstance(composed, DictConfig):
         values, missing = OmegaConf.to_container(composed, resolve=True), OmegaConf.missing_keys(composed)
-    problems: list[Any] = []
-    try:
-        config = SCHEMA.validate_python(values)
-    except ValidationError as error:
-        problems = error.errors()
+    problems = _problems(values)
     # First the unknown keys: a misspelled key leaves another one unset.
+    _check_keys(problems)
+    for key in sorted(missing):
+        raise _unset_key(key)
+    if problems:
+        raise _key_error(problems[0])
+    return SCHEMA.validate_python(values)
+
+
+def _problems(values: Any) -> list[Any]:
+    """What pydantic finds wrong with the values of a configuration."""
+    try:
+        SCHEMA.validate_python(values)
+    except ValidationError as error:
+        return error.errors()
+    return []
+
+
+def _check_keys(problems: list[Any]) -> None:
+    """Raise UserError if one of the problems is a key that the schema lacks."""
     for problem in problems:
         if problem["type"] == "unexpected_keyword_argument":
             raise _unknown_key(_key(problem))
-    for key in sorted(missing):
-        raise UserError(f"config key {key}: not set; give {key}=VALUE")
-    if problems:
-        raise _key_error(problems[0])
-    return config
 
 
 def _key(problem: Any) -> str:
@@ -101,9 +117,21 @@ def _key(problem: Any) -> str:
 
 def _key_error(problem: Any) -> UserError:
     """The error for one of pydantic's about a value."""
-    message = problem["msg"].replace("Input should be", "must be")
-    given = "" if problem["type"] == "missing" else f", not {problem['input']!r:.80}"
-    return UserError(f"config key {_key(problem)}: {message}{given}")
+    match problem["type"]:
+        case "missing":
+            return _unset_key(_key(problem))
+        case "dataclass_type":
+            message = "must be a section of keys"
+        case "too_short" | "too_long":
+            lengths = problem["ctx"]
+            message = f"must have {lengths.get('min_length', lengths.get('max_length'))} elements"
+        case _:
+            message = problem["msg"].replace("Input should be", "must be")
+    return UserError(f"config key {_key(problem)}: {message}, not {problem['input']!r:.80}")
+
+
+def _unset_key(key: str) -> UserError:
+    return UserError(f"config key {key}: not set; give {key}=VALUE")
 
 
 def _unknown_key(key: str) -> UserError:

@@ -56,7 +56,8 @@ def _check_depth(config: TrainConfig) -> None:
 def _check_zero(section: dict[str, Any]) -> None:
     check_choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
     if offload := section.get("offload_optimizer"):
-        check_choice("deepspeed.zero_optimization.offload_optimizer.device", offload.get("device"), ("cpu",))
+        device = offload.get("device") if isinstance(offload, dict) else offload
+        check_choice("deepspeed.zero_optimization.offload_optimizer.device", device, ("cpu",))
     try:
         DeepSpeedZeroConfig(**section)
     except ValidationError as error:

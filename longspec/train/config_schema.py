@@ -4,6 +4,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
+from pydantic_core import PydanticCustomError
 
 from longspec.errors import UserError
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Options
@@ -13,13 +14,35 @@ from longspec.train.positions import BLOCK_LAGS
 
 LARGEST = 2**64
 """Integers are less: torch takes no larger seed."""
-# Strict, because true is 1 otherwise.
-Positive = Annotated[int, Field(gt=0, lt=LARGEST, strict=True)]
-Count = Annotated[int, Field(ge=0, lt=LARGEST, strict=True)]
-Real = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _refusing(problem: str, *types: type) -> BeforeValidator:
+    """A check that refuses values of `types`, which pydantic would convert."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, types):
+            raise PydanticCustomError("wrong_type", problem)  # type: ignore[arg-type]
+        return value
+
+    return BeforeValidator(check)
+
+
+def _as_list(files: Any) -> Any:
+    if not isinstance(files, str | list):
+        raise PydanticCustomError("files", "must be a path or a list of paths")
+    return [files] if isinstance(files, str) else files
+
+
+# Text such as "8" is a number, too: that is what ${oc.env:NAME} returns.
+WHOLE = _refusing("must be an integer", bool, float)
+NUMBER = _refusing("must be a number", bool)
+Whole = Annotated[int, WHOLE]
+Positive = Annotated[int, Field(gt=0, lt=LARGEST), WHOLE]
+Count = Annotated[int, Field(ge=0, lt=LARGEST), WHOLE]
+Real = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
 # A beta of 1 would divide by zero in Adam's bias correction.
-Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
-Files = Annotated[list[str], BeforeValidator(lambda files: [files] if isinstance(files, str) else files)]
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1), NUMBER]], Field(min_length=2, max_length=2)]
+Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 @dataclass(kw_only=True)
@@ -31,16 +54,16 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16"]
     attn_implementation: str | None
     gradient_checkpointing: bool
-    pad_token_id: int | None
+    pad_token_id: Whole | None
     ignore_mismatched_sizes: bool
     # Configurations in older checkpoints lack the keys below.
     architecture: str = GLIDE
     """The draft's architecture. The options of GLIDE are `window` to `mlp_size`, others have `architecture_options`."""
     architecture_options: dict[str, Any] = field(default_factory=dict)
     window: Positive = WINDOW
-    kv_layers: list[int] = field(default_factory=list)
+    kv_layers: list[Whole] = field(default_factory=list)
     target_feature: bool = False
-    mlp_size: int | None = None
+    mlp_size: Whole | None = None
     draft_vocabulary: Positive | None = None
     """Number of tokens in the vocabulary list of the draft; `from_pretrained` takes the list itself."""
 
@@ -140,19 +163,19 @@ class TrainConfig:
     variant: VariantConfig
     evaluation: EvaluationConfig
     wandb: WandbConfig
-    model_name_or_path: str
+    model_name_or_path: Annotated[str, Field(min_length=1)]
     draft_model_name_or_path: str | None
-    eos_token_id: int | None
+    eos_token_id: Whole | None
     output_dir: str
-    resume: Literal["latest"] | None
+    resume: Literal["latest", None]
     overwrite_output_dir: bool = False
     seed: Count
     loss: str
     log_target_loss: bool
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Real
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)]
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER]
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
     adam_betas: Betas
     max_grad_norm: Real
     per_device_train_batch_size: Positive

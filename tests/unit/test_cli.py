@@ -114,6 +114,7 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     [
         (["--include", "localhost:0,1"], ["step: 4 rows of up to 128 tokens, 512 in all"]),
         (["--include", "localhost"], []),
+        (["--num_gpus", "2", "hostfile"], []),
         (["max_steps=1200"], ["run: 1,200 steps"]),
         (
             ["--num_gpus", "1", "data.pack=false", "data.overflow=truncate", "num_train_epochs=3"],
@@ -125,7 +126,13 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
         ),
     ],
 )
-def test_a_dry_run_prints_what_is_known(options: list[str], derived: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_what_is_known(
+    options: list[str], derived: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hostfile: DeepSpeed's launcher finds a list of hosts, whose GPUs this one does not know."""
+    if options[-1] == "hostfile":
+        options = options[:-1]
+        monkeypatch.setattr("longspec.cli.train.HOSTFILE", tmp_path)
     save_target(tmp_path / "target", "mistral")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' * 5)
     given = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/a.jsonl", "gradient_accumulation_steps=1"]

@@ -42,7 +42,8 @@ def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
         torch.save(state, folder / "any_name.pth")
         return folder / "any_name.pth"
     if form == "folder":
-        torch.save({f"draft_model.{k}": w for k, w in state.items()}, folder / "draft_model_weights.pth")
+        whole = {f"draft_model.{k}": w for k, w in state.items()} | {"model.norm.weight": torch.ones(1)}
+        torch.save(whole, folder / "draft_model_weights.pth")  # next to the weights of the target
         return folder
     tiny_config("llama").save_pretrained(folder)
     if form == "safetensors":

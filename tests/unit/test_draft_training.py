@@ -51,7 +51,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    make_target(folder / "target")
+    make_target(folder / "target", tie_word_embeddings=True)
     write_texts(folder / "texts.jsonl", count=12)
     write_texts(folder / "held_out.jsonl", count=4, seed=1)
     return folder
