@@ -28,7 +28,7 @@ PASS, DECODE, HALF_BATCH = 268_000.0, 42_000.0, 128
 """Tokens/s of its forward pass in training, and of text that it writes in the largest batches. A batch of HALF_BATCH
 rows has half of this speed."""
 PREFILL, MOST_PREFILL = 0.4, 75_000.0
-"""Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most."""
+"""Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most (of small targets on a GPU)."""
 DRAFT_S, NARROW = 4e-6, 0.7
 """Seconds per token that its draft takes to train, and the part of it that the draft of a narrow target takes."""
 FILLED, CHAT_FILLED = 0.75, 0.5
@@ -190,7 +190,8 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         for group, count in counts.items():
             mean = mean_length(settings, group)
             read = count * mean
-            work += max(pass_seconds(target, machine, read, mean) / PREFILL, read / (MOST_PREFILL * machine.speed))
+            least = read / (MOST_PREFILL * machine.speed) if machine.gpus else 0.0
+            work += max(pass_seconds(target, machine, read, mean) / PREFILL, least)
         tokens["answers"] = tokens.get("answers", 0) + new
         seconds["answers"] = seconds.get("answers", START_S) + work / devices
     for probe in settings.probes.values():
