@@ -20,6 +20,8 @@ from longspec.models.gguf_tokenizer import write_tokenizer
 MAGIC = b"GGUF"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Supported values of `general.architecture`, each the name of a family. Mistral files say "llama"."""
+READ = ("general.architecture", "general.type", "split.", "tokenizer.", *(f"{name}." for name in ARCHITECTURES))
+"""Starts of the names of the metadata that are read. Descriptions need not be valid UTF-8."""
 GGUF_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
 """Exceptions that `gguf` and numpy raise for truncated or malformed files."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -47,7 +49,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
     try:
         reader = GGUFReader(file)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        metadata = {name: field.contents() for name, field in reader.fields.items() if name.startswith(READ)}
         _check_whole(metadata)
         architecture = metadata["general.architecture"]
         if architecture not in ARCHITECTURES:

@@ -104,8 +104,10 @@ def test_the_tokenizer_and_its_ends_come_along(tmp_path: Path) -> None:
 def test_named_chat_templates_come_along(tmp_path: Path) -> None:
     """llama.cpp stores the default one apart from the others. Without a default one, the names are listed."""
     names = {"tokenizer.chat_templates": ["rag"], "tokenizer.chat_template.rag": "rag"}
-    write_gguf(tmp_path / "tiny.gguf", metadata=names)
-    _, tokenizer = load_pair(str(tmp_path / "tiny.gguf"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, metadata=names | {"general.description": "not read"})
+    file.write_bytes(file.read_bytes().replace(b"not read", b"\xff" * 8))
+    _, tokenizer = load_pair(str(file))
     assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}<|im_end|>", "rag": "rag"}
     assert resolve_chat_format("auto", "tiny", "llama", tokenizer) == "tokenizer"
     tokens = ggml_metadata({"model": "gpt2", "tokens": ["a"], "merges": []})
