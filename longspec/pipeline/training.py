@@ -51,7 +51,7 @@ def train(name: str, settings: Settings, root: Path) -> None:
         "evaluation.rows": settings.training.evaluation_rows,
         "evaluation.steps": stage.steps,
         "max_steps": stage.steps,
-        "save_steps": max(1, stage.steps // 4),
+        "save_steps": -(-stage.steps // 4),  # at most four saves, the last one after the last step
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulation,
         "wandb.mode": "disabled",
