@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.cli.pair import LoadedPair, SamplingOptions
+from longspec.cli.prompts import checked_text
 from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.data.templates import check_embedded
@@ -147,7 +148,7 @@ class Session:
         while True:
             try:
                 if line := input(prompt).strip():
-                    return line
+                    return checked_text(line, "stdin")
             except KeyboardInterrupt:
                 self.console.print("\n(/quit or Ctrl-D ends the chat)")
             except EOFError:

@@ -37,7 +37,7 @@ def _parser(prog: str) -> Parser:
     )
     add = parser.add_argument
     add("target", metavar="TARGET", help="name of a pair, folder, hub id or .gguf file")
-    add("overrides", nargs="*", metavar="key=value", help="values that replace those of the settings")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="values that replace those of the settings")
     add("--output_dir", help="default: outputs/NAME")
     add("--hours", type=float, help="time to fill, default: 0.5 (0.1 with --evaluate)")
     add("--contexts", type=int, help="longest context of training and evaluation, in tokens, default: 32768")

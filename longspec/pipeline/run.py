@@ -177,8 +177,8 @@ def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate, 
     """The reason if the run would take more than `limit` seconds on a CPU, or fill the disk."""
     if not machine.gpus and planned.total > limit:
         return (
-            f"{target.name}: this would take {duration(planned.total)} on {machine.name}; run it on a machine with a "
-            "GPU, or give smaller settings with --config"
+            f"{target.name}: this would take {duration(planned.total)} on {machine.name}, more than twice --hours; run "
+            "it on a machine with a GPU, allow it with a larger --hours, or give smaller settings with --config"
         )
     if planned.disk > (free := free_disk(root)):
         return f"--output_dir {root}: needs about {planned.disk / GIB:.2g} GiB, {free / GIB:.2g} GiB are free"

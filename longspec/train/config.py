@@ -26,6 +26,8 @@ from longspec.train.recipe import auto_keys, with_auto_values, with_placeholders
 from longspec.untrusted import read_yaml
 
 SCHEMA = TypeAdapter(TrainConfig)
+NO_OPTION = re.compile(r"(?s)Could not find '([^']+)/([^'/]+)'\s+Available options in '\1':\s+(.*?)\s*Config search")
+"""Hydra's message on a file that a group lacks."""
 
 
 def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:
@@ -75,6 +77,9 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
             values: Any = OmegaConf.to_container(composed, resolve=True)
             return OmegaConf.create(values)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        if found := NO_OPTION.search(str(error)):
+            group, value, options = found.groups()
+            raise UserError(f"config key {group}: no {value!r}; there are: {', '.join(options.split())}") from error
         key = getattr(error, "full_key", None)
         raise UserError(f"config {f'key {key}' if key else name}: {_one_line(error)}") from error
 
@@ -88,8 +93,8 @@ def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
     problems = _problems(values)
     # First the unknown keys: a misspelled key leaves another one unset.
     _check_keys(problems)
-    for key in sorted(missing):
-        raise _unset_key(key)
+    if missing:
+        raise _unset_key(*sorted(missing))
     if problems:
         raise _key_error(problems[0])
     return SCHEMA.validate_python(values)
@@ -127,11 +132,12 @@ def _key_error(problem: Any) -> UserError:
             message = f"must have {lengths.get('min_length', lengths.get('max_length'))} elements"
         case _:
             message = problem["msg"].replace("Input should be", "must be")
-    return UserError(f"config key {_key(problem)}: {message}, not {problem['input']!r:.80}")
+    given = f", not {problem['input']!r:.80}" if message.startswith("must ") else ""
+    return UserError(f"config key {_key(problem)}: {message}{given}")
 
 
-def _unset_key(key: str) -> UserError:
-    return UserError(f"config key {key}: not set; give {key}=VALUE")
+def _unset_key(*keys: str) -> UserError:
+    return UserError(f"config key {', '.join(keys)}: not set; give {' '.join(f'{key}=VALUE' for key in keys)}")
 
 
 def _unknown_key(key: str) -> UserError:

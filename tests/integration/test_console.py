@@ -91,7 +91,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
 
 
 def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp_path: Path) -> None:
-    """For a token that was added to the tokenizer but not to the target, and for any error of the chat template."""
+    """For a token that was added to the tokenizer but not to the target, for any error of the chat template, and for an
+    argument that is not UTF-8."""
     folder, tokenizer = tmp_path / "target", byte_tokenizer()
     shutil.copytree(target, folder)
     tokenizer.add_tokens(["<note>"])
@@ -109,6 +110,8 @@ def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp
         ):
             error = invoke(*command, code=1).exception
             assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
+    error = invoke("generate", "\udcff", "--model", target, code=1).exception
+    assert isinstance(error, UserError) and str(error) == "prompt 1: not UTF-8 text"
 
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}

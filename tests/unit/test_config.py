@@ -176,6 +176,8 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("output_dir=", "output_dir"),
         ("per_device_train_batch_size=1.5", "per_device_train_batch_size"),
         ("loss=mse", "loss"),
+        ("deepspeed=zero9", "config key deepspeed: no 'zero9'; there are: zero1"),
+        ("your-model; model_name_or_path=???; data.files=???", "key data.files, model_name_or_path: not set; give"),
         ("model.kv_layers=[1,1]", "model.kv_layers"),
         ("model.torch_dtype=int8", "model.torch_dtype"),
         ("++model=llama", "model"),

@@ -103,7 +103,7 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
         command.main([str(folder), "--output_dir", str(root)])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and not root.exists()
-    assert "this would take about" in line and "hours on 2 CPU cores; run it on a machine with a GPU" in line
+    assert "this would take about" in line and "hours on 2 CPU cores, more than twice --hours; run it on a" in line
     command.main([str(folder), "--output_dir", str(root), "--dry_run"])
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("note: the plan is for this machine, where the run is refused: ")
