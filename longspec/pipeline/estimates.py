@@ -35,7 +35,7 @@ FILLED, CHAT_FILLED = 0.75, 0.5
 """Mean length of answers to prompts, and of turns of conversations, relative to the longest."""
 BANDWIDTH, CPU_BANDWIDTH, ROUND_S = 2.6e12, 1e10, 1e-3
 """Bytes/s at which weights are read for a single row, and the rest of a round in seconds."""
-MULTIPROCESSORS, OLDER, CPU_SPEED = 132, 0.4, 1 / 20_000
+MULTIPROCESSORS, OLDER, CPU_SPEED = 132, 0.4, 1 / 5_000
 """Multiprocessors of an H100, the speed of one before Hopper relative to them, and that of a CPU core to an H100."""
 COMFORTABLE, TIGHT = 0.6, 0.8
 """Largest shares of a GPU's memory for the weights: if there are more GPUs to share them, and if there are not."""
