@@ -1,6 +1,5 @@
 """A client of the scheduler for tests: it collects the events of requests."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -22,14 +21,6 @@ TIMEOUT = 60
 def ids(events: Sequence[Event]) -> list[int]:
     """The tokens of an answer."""
     return [token for event in events if isinstance(event, Tokens) for token in event.ids]
-
-
-def wait_for_all(scheduler: Scheduler) -> None:
-    """Wait until all requests have ended."""
-    deadline = time.monotonic() + TIMEOUT
-    while scheduler.engine.clients.open:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @contextmanager

@@ -103,10 +103,10 @@ def plan(config: "TrainConfig", ranks: int | None) -> str:
 
     data, files = config.data, data_files(config.data.files)
     size, records = sum(map(os.path.getsize, files)), 0
-    lines = [f"data: {len(files)} files, {size:,} bytes"]
+    lines = [f"data: {size:,} bytes, files: {len(files)}"]
     if size <= COUNTED_BYTES:
         records = sum(1 for file in files for _ in text_lines(file))
-        lines[0] += f", {records:,} records"
+        lines[0] += f", records: {records:,}"
     steps = config.max_steps
     if ranks is not None:
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * max(1, ranks // config.tp_size)

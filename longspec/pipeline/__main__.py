@@ -1,5 +1,6 @@
 """A process of a step: `python -m longspec.pipeline WORK FOLDER [NAME ...]`, under torchrun one of several."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +21,9 @@ WORK = {work.__name__: work for work in (write_share, run_probes, measure)}
 @reports_user_errors
 def main() -> None:
     """Do this process's share of some work, with the settings in the folder."""
-    end_with_parent()  # torchrun may be killed before it can end its ranks
+    # torchrun may be killed before it can end its ranks. One that joins the others handles no signal meanwhile, and a
+    # rank loses nothing that it has written.
+    end_with_parent(by=signal.SIGKILL)
     work, folder, *names = sys.argv[1:]
     settings = load_settings(settings_file(Path(folder)))
     tp_size = settings.tp_size

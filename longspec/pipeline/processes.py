@@ -37,10 +37,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def end_with_parent() -> None:
-    """Ask for SIGTERM when the process that started this one ends. Only Linux can do that."""
+def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Ask for a signal when the process that started this one ends. Only Linux can do that."""
     if LIBC is not None:
-        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        LIBC.prctl(PARENT_DEATH_SIGNAL, by)
 
 
 @contextmanager

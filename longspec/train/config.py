@@ -39,7 +39,7 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
     args = launch_parser().parse_intermixed_args(argv)
     composed = compose_config(args.config_path, args.config_name, args.overrides)
     if args.cfg:
-        _check_keys(_problems(OmegaConf.to_container(composed)))
+        _validated(OmegaConf.to_container(composed))
         print(OmegaConf.to_yaml(composed), end="")
         return None
     if automatic := auto_keys(composed):
@@ -90,30 +90,26 @@ def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
     missing: set[str] = set()
     if isinstance(composed, DictConfig):
         values, missing = OmegaConf.to_container(composed, resolve=True), OmegaConf.missing_keys(composed)
-    problems = _problems(values)
-    # First the unknown keys: a misspelled key leaves another one unset.
-    _check_keys(problems)
+    config = _validated(values)
     if missing:
         raise _unset_key(*sorted(missing))
-    if problems:
-        raise _key_error(problems[0])
-    return SCHEMA.validate_python(values)
+    if isinstance(config, ValidationError):
+        raise _key_error(config.errors()[0])
+    return config
 
 
-def _problems(values: Any) -> list[Any]:
-    """What pydantic finds wrong with the values of a configuration."""
+def _validated(values: Any) -> TrainConfig | ValidationError:
+    """The values as a TrainConfig, or what is wrong with them. Raises UserError for an unknown key.
+
+    That comes first, because a misspelled key leaves another one unset.
+    """
     try:
-        SCHEMA.validate_python(values)
+        return SCHEMA.validate_python(values)
     except ValidationError as error:
-        return error.errors()
-    return []
-
-
-def _check_keys(problems: list[Any]) -> None:
-    """Raise UserError if one of the problems is a key that the schema lacks."""
-    for problem in problems:
-        if problem["type"] == "unexpected_keyword_argument":
-            raise _unknown_key(_key(problem))
+        for problem in error.errors():
+            if problem["type"] == "unexpected_keyword_argument":
+                raise _unknown_key(_key(problem)) from error
+        return error
 
 
 def _key(problem: Any) -> str:

@@ -7,7 +7,6 @@ query at n + d - 1, lagging by d, ranks the text's token at n + d first.
 """
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from longspec.ranks.agreement import Termination
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import data_parallel_rank_and_size, summed_by_name
 from longspec.train.inputs import Inputs
-from longspec.train.loss import DraftLoss
+from longspec.train.loss import DraftLoss, DraftScores
 from longspec.train.micro_batches import batch_positions, engine_inputs
 from longspec.train.positions import micro_step_generator
 
@@ -78,7 +77,7 @@ class Evaluation:
         self.engine = engine
         self.inputs = inputs
         self.rows = rows
-        self.scores = replace(loss, scores=True)
+        self.scores = DraftScores(loss)
         self.depth = config.variant.largest_lag
 
     def run(self, termination: Termination) -> dict[str, float]:

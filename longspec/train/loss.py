@@ -5,9 +5,9 @@ numbers per token, the sums of the loss and the gradient of the hidden states, b
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -59,8 +59,6 @@ class DraftLoss:
     """Largest number of logits in a chunk."""
     vocabulary: Tensor | None = None
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
-    scores: bool = False
-    """Whether a call returns what `score` does, for an evaluation."""
 
     @property
     def teacher_share(self) -> float:
@@ -80,29 +78,46 @@ class DraftLoss:
         labels: Tensor,
         lm_head: nn.Module,
         head: nn.Module | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
+
+    @torch.no_grad()
+    def score(
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
+
+        The flags are False for labels that do not count. They are on the same device as `labels`.
+        """
+        correct, metrics = self._in_chunks(score_chunks, hidden, target_hidden, labels, lm_head, head)
+        # The first column has no hidden state before it.
+        scored = labels != IGNORED
+        scored[:, 0] = False
+        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
+
+    def _in_chunks(
+        self,
+        compute: Callable[..., tuple[Tensor, Tensor]],
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The first result of `compute`, which is `ChunkedLoss.apply` or `score_chunks`, and the metrics."""
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         chunk = self._chunk_tokens(lm_head)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
             own: Any = rows if head is None else head.weight
-            given = student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk
-            result, sums = (score_chunks if self.scores else ChunkedLoss.apply)(*given)
+            result, sums = compute(student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
-        if not self.scores:
-            return result, self._metrics(sums)
-        # The first column has no hidden state before it.
-        scored = labels != IGNORED
-        scored[:, 0] = False
-        return self._metrics(sums), scored.masked_scatter(scored, result.to(scored.device))
-
-    @torch.no_grad()
-    def score(self, *given: Any) -> tuple[dict[str, Tensor], Tensor]:
-        """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
-
-        The flags are False for labels that do not count. They are on the same device as `labels`. given: as for a call.
-        """
-        return replace(self, scores=True)(*given)
+        return result, self._metrics(sums)
 
     def _select_scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
@@ -166,6 +181,22 @@ class DraftLoss:
             "target_loss": self.log_target_loss,
         }
         return {name: value for name, value in zip(TERMS, sums, strict=True) if reported[name]}
+
+
+@dataclass(frozen=True)
+class DraftScores:
+    """The objective of an evaluation: `DraftLoss.score` in place of the loss."""
+
+    loss: DraftLoss
+
+    @property
+    def reads_target(self) -> bool:
+        return self.loss.reads_target
+
+    def __call__(
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return self.loss.score(hidden, target_hidden, labels, lm_head, head)
 
 
 @contextmanager

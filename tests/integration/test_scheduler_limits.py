@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from pairs import make_pair
-from serving import Answer, alone, answers, random_requests, serving, wait_for_all
+from serving import Answer, alone, answers, random_requests, serving
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import (
@@ -155,7 +155,7 @@ def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
     with serving(model, max_rows=2) as scheduler:
         scheduler.submit(Request([1], 1000), fail)
         answer = answers(scheduler, [Request([1, 2], 20)])[0]
-        wait_for_all(scheduler)
+        assert scheduler.drain(60)
     assert answer.ids == alone(model, Request([1, 2], 20))
     assert isinstance(events[-1], Finished) and len(events) <= 4
     assert (events[-1].reason, events[-1].message) == ("error", "on_event failed: the client's code")
@@ -206,7 +206,14 @@ def test_a_failure_of_the_engine_ends_all_requests(
 
 def test_shutdown(model: GlideMixin) -> None:
     with serving(model, max_rows=2) as scheduler:
+        finishing = [Answer(scheduler, Request([1, number], 10)) for number in range(4)]
+        assert scheduler.drain(60)
+        assert [answer.finished.reason for answer in finishing] == ["length"] * 4
+        with pytest.raises(NotServing, match="shutting down"):
+            scheduler.submit(Request([1]), print)
+    with serving(model, max_rows=2) as scheduler:
         cut_off = [Answer(scheduler, Request([1, number], 3000)) for number in range(4)]
+        assert not scheduler.drain(0.01)
         scheduler.close()
         with pytest.raises(NotServing, match="shutting down"):
             scheduler.submit(Request([1]), print)
@@ -234,7 +241,7 @@ def test_many_requests_leak_nothing(model: GlideMixin, ahead: int) -> None:
         gc.collect()
         threads, resident = threading.active_count(), process.memory_info().rss
         tickets = load(scheduler, 100, seed=1)
-        wait_for_all(scheduler)
+        assert scheduler.drain(60)
         gc.collect()
         snapshot = scheduler.snapshot()
         assert sum(snapshot.finished.values()) == snapshot.requests == 140

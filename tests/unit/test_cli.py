@@ -99,7 +99,7 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     *derived, line = CliRunner().invoke(console.app, given).stdout.splitlines()
     assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
     assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'")
-    assert derived == ["data: 1 files, 16 bytes, 1 records", "step: 16 rows of up to 128 tokens, 2,048 in all"]
+    assert derived == ["data: 16 bytes, files: 1, records: 1", "step: 16 rows of up to 128 tokens, 2,048 in all"]
     for experiment, wrong, named in (
         (name, "max_step=3", "max_step: no such key"),
         (name, "data.files=none.jsonl", "none.jsonl"),

@@ -1,6 +1,7 @@
 """The clients of an engine: events on their way to them, and the requests that they have cancelled."""
 
 import logging
+from collections.abc import Callable
 
 from longspec.errors import first_line
 from longspec.inference.engine.requests import Counts, Event, Finished, FinishReason, Ticket, Tokens
@@ -19,6 +20,8 @@ class Clients:
         """Events that were not delivered."""
         self.has_unwanted = False
         """Whether a request was cancelled, or its client has failed."""
+        self.on_finished: Callable[[], None] = lambda: None
+        """Called after each `Finished`."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Mark a request, which ends before its next round."""
@@ -55,3 +58,4 @@ class Clients:
                 self.has_unwanted = True
             if isinstance(event, Finished):
                 self.open.remove(ticket)
+                self.on_finished()

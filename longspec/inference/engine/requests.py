@@ -41,7 +41,7 @@ class RequestTooLarge(UserError):
 
 
 class NotServing(Exception):
-    """The scheduler is closed, or has failed; it takes no more requests."""
+    """The scheduler is draining, closed, or has failed; it takes no more requests."""
 
 
 @dataclass(frozen=True)

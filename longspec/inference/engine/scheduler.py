@@ -40,6 +40,7 @@ class Scheduler:
         attention = chosen_attention("auto", deterministic)
         settings = EngineSettings(checked, max_rows, memory, prefill_chunk=prefill_chunk, attention=attention)
         self.engine = RequestEngine(model, settings)
+        self.engine.clients.on_finished = self._note_change
         self.batch, self._worker = self.engine.batch, self.engine.worker
         self.longest = self.engine.longest
         """Most tokens of a prompt and its answer together."""
@@ -47,7 +48,7 @@ class Scheduler:
         self.max_queue = max_queue
         self._changed = Condition()
         self._submitted = 0
-        self._ready = self._closing = False
+        self._ready = self._draining = self._closing = False
         self._error = ""
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
@@ -64,7 +65,7 @@ class Scheduler:
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
         """Queue a request. Raises RequestTooLarge, QueueFull, NotServing, and UserError for a malformed one."""
         with self._changed:
-            if self._closing or self._error or not self._ready:
+            if self._draining or self._error or not self._ready:
                 raise NotServing(self._error or "the server is shutting down" if self._ready else "not started")
             if len(self.engine.waiting) >= self.max_queue:
                 raise QueueFull(f"{self.max_queue} requests are waiting")
@@ -79,10 +80,16 @@ class Scheduler:
             self.engine.cancel(ticket)
             self._changed.notify_all()
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait for the others, `timeout` seconds at most; whether all have finished."""
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self.engine.clients.open, timeout)
+
     def close(self) -> None:
         """Cancel all requests and end the engine's thread."""
         with self._changed:
-            self._closing = True
+            self._draining = self._closing = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
