@@ -1,6 +1,5 @@
 """Two processes that share a target compute what one with the whole target does: logits, losses, gradients."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from longspec.models.qwen2 import Qwen2Glide
 from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
 from longspec.train.distributed import keep_drafts_equal, share_targets
-from longspec.train.loss import DraftLoss
+from longspec.train.loss import DraftLoss, DraftScores
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GQA": (LlamaGlide, {"vocab_size": 61}),
@@ -64,7 +63,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
             given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lag}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()
-            scores, hits = model(tokens, objective=replace(objective, scores=True), **given)
+            scores, hits = model(tokens, objective=DraftScores(objective), **given)
             found |= {f"{loss} {labelled} {name}": term for name, term in terms.items()}
             found |= {f"{loss} {labelled} score {name}": term for name, term in scores.items()}
             found[f"{loss} {labelled} hits"] = hits
