@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +73,7 @@ def generate(
     Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
     """
     from longspec.cli.answers import answer_prompts
-    from longspec.cli.output import check_folder, write_summary
+    from longspec.cli.output import check_folder
     from longspec.cli.pair import SamplingOptions
     from longspec.cli.prompts import read_prompts
     from longspec.inference.process_group import shared_target
@@ -104,8 +103,7 @@ def generate(
         run = replicas.together(lambda: _load(own, method, options, asked, sampling))
         if run.problems and replicas.rank == 0:
             print(run.note, file=sys.stderr)
-        report = partial(write_summary, path=options.json_file)
-        answer_prompts(run, output, options.overwrite, stop, replicas, report)
+        answer_prompts(run, output, options.overwrite, options.json_file, stop, replicas)
 
 
 def _load(
@@ -117,7 +115,7 @@ def _load(
 ) -> PromptRun:
     """Load the pair and encode the prompts. Raises UserError."""
     from longspec.cli.answers import PromptRun
-    from longspec.cli.pair import note_plain_format, open_pair
+    from longspec.cli.pair import open_pair
 
     # A seed gives the same answers after an interruption, and on any number of ranks.
     with loading(source.model):
@@ -125,7 +123,5 @@ def _load(
     has_template = pair.chat_format != "plain"
     if options.chat and not has_template:
         raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
-    if any(not isinstance(prompt.content, str) for prompt in prompts):
-        note_plain_format(pair)
     uses_template = has_template if options.chat is None else options.chat
     return PromptRun(pair, prompts, sampling, options.batch_size, options.seed, uses_template, options.skip_invalid)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from longspec.cli.options import DraftingOptions, MethodOptions, PairArgument, PairOptions, command, option
 from longspec.errors import UserError
@@ -15,7 +13,6 @@ from longspec.extras import extra
 
 if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
-    from longspec.data.aligners import Turn
     from longspec.inference.engine.scheduler import Scheduler
 
 NETWORK, LIMITS = "Network", "Limits"
@@ -54,7 +51,7 @@ def serve(
     pair: PairArgument = None,
 ) -> None:
     """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
-    from longspec.cli.pair import choose_model, note_plain_format, open_pair
+    from longspec.cli.pair import open_pair
     from longspec.inference.engine.requests import NotServing
     from longspec.inference.engine.scheduler import Scheduler
     from longspec.inference.options import FILE_OPTIONS
@@ -63,11 +60,11 @@ def serve(
     with extra("serve"):
         from longspec.inference.server.app import build_app
         from longspec.inference.server.limits import Limits
-        from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
+        from longspec.inference.server.sampling_defaults import SamplingDefaults
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen
 
-    source = replace(source, model=choose_model(pair, source.model))
+    source = source.named(pair)
     arguments = drafting.arguments()
     with ExitStack() as stack:
         stack.enter_context(only_rank_zero(method.tp_size, source.device))
@@ -75,14 +72,13 @@ def serve(
         listening = stack.enter_context(listen(options.host, options.port, options.api_key))
         applied = FILE_OPTIONS if options.generation_config == "auto" else None
         loaded = open_pair(source, method.method, applied=applied)
-        note_plain_format(loaded)
-        defaults = WITHOUT_CONFIG
+        defaults = SamplingDefaults()
         if applied is not None:
             defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
         rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
         arguments |= {"max_rows": rows, "max_queue": options.max_queue, "deterministic": source.deterministic}
         scheduler = Scheduler(loaded.model, loaded.method, **arguments)
-        name, encode, longest = options.served_name or loaded.name, _encoder(loaded, source), scheduler.longest
+        name, encode, longest = options.served_name or loaded.name, loaded.encode, scheduler.longest
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
         served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, defaults)
         _print_memory(loaded, scheduler, rows)
@@ -97,19 +93,6 @@ def serve(
             raise UserError(f"{loaded.name}: {error}") from error
         finally:
             scheduler.close()
-
-
-def _encoder(loaded: LoadedPair, source: PairOptions) -> Callable[..., list[list[int]]]:
-    """`ServedModel.encode` of a pair."""
-    fixed = set(json.loads(source.chat_template_kwargs or "{}"))
-
-    def encode(prompts: list[str | list[Turn]], variables: Mapping[str, Any] | None = None) -> list[list[int]]:
-        # The command's values come after those of a request in the template, and replace them.
-        for name in fixed.intersection(variables or ()):
-            raise UserError(f"chat_template_kwargs: {name} is fixed by the server's --chat_template_kwargs")
-        return (loaded.with_template_variables(variables) if variables else loaded).encode(prompts)
-
-    return encode
 
 
 def _print_memory(loaded: LoadedPair, scheduler: Scheduler, rows: int) -> None:

@@ -138,16 +138,21 @@ def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
 
 
 def conversation_text(
-    turns: list[Turn], family: str, tokenizer: Any, chat_format: str, field: str = TURN_KINDS[0]
+    turns: list[Turn],
+    family: str,
+    tokenizer: Any,
+    chat_format: str,
+    field: str = TURN_KINDS[0],
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of all turns in the chat format, and the start of the assistant's next turn.
 
-    field: that of the turns, for errors. Raises RecordError for a role that only a chat template can format, and
-    UserError for an unknown family or format, or a tokenizer without a template.
+    field: that of the turns, for errors. variables: those of the chat template. Raises RecordError for a role that only
+    a chat template can format, and UserError for an unknown family or format, or a tokenizer without a template.
     """
     check_chat_format(family, tokenizer, chat_format)
     if chat_format == "tokenizer":
-        return apply_template(tokenizer, turns, add_generation_prompt=True)
+        return apply_template(tokenizer, turns, True, variables)
     for number, turn in enumerate(turns):
         if turn["role"] not in PUBLISHED_ROLES:
             raise RecordError(
@@ -164,10 +169,17 @@ def conversation_text(
     return "".join(texts) + f"{before}assistant\n"
 
 
-def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: bool = False) -> str:
+def apply_template(
+    tokenizer: Any,
+    turns: list[Turn],
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of the turns in the tokenizer's chat template. Raises RecordError for any error of the template."""
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        # With chat_template named here, no variable replaces the template itself.
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "chat_template": None}
+        return tokenizer.apply_chat_template(turns, **options, **(variables or {}))
     except Exception as error:  # a template can raise what Python's operators and methods raise
         # The message of a template's own raise_exception says what is wrong.
         reason = f"{type(error).__name__}: {first_line(error)}"

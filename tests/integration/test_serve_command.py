@@ -14,8 +14,8 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from fastapi import FastAPI
 from http_server import TEMPLATE, printable_pair
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from tiny_tokenizer import byte_tokenizer
 from transformers import GenerationConfig
@@ -65,7 +65,7 @@ def serve_to(probe: Callable[[TestClient], None], monkeypatch: pytest.MonkeyPatc
     """`longspec serve` hands its application to `probe` and ends."""
 
     class Server:
-        def __init__(self, app: FastAPI, drain_seconds: int) -> None:
+        def __init__(self, app: Starlette, drain_seconds: int) -> None:
             self.app = app
 
         def run(self, sockets: list[socket.socket]) -> None:
@@ -110,7 +110,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
 
 
 def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the template does not have change nothing and are named; those of the command stay."""
+    """Those that the template does not have change nothing; those of the command stay."""
     printable_pair(tmp_path)
     template = "{% if shout is defined %}<{{ shout }}>{% endif %}{{ depth }}" + TEMPLATE
     byte_tokenizer(template).save_pretrained(tmp_path)
@@ -121,8 +121,7 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
             {},
             {"shout": "hey", "loud": 1, "x": None},
             {"depth": 2},
-            {"shout": [1]},
-            {"shout": "\ud800"},
+            {"chat_template": "other"},
         ):
             body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables, "max_tokens": 1}
             headers = {"content-type": "application/json"}
@@ -131,14 +130,10 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
     serve_to(probe, monkeypatch)
     command = ["serve", str(tmp_path), "--port", "0", "--chat_template_kwargs", '{"depth": 1}']
     assert CliRunner().invoke(app, command).exit_code == 0
-    plain, set_, *refused = replies
-    lengths = [reply.json()["usage"]["prompt_tokens"] for reply in (plain, set_)]
-    assert lengths[1] - lengths[0] == len("<hey>")
-    assert set_.headers["warning"].endswith('"ignored fields: chat_template_kwargs.loud"')
-    assert [reply.status_code for reply in refused] == [400] * 3
-    assert "fixed by the server" in refused[0].json()["error"]["message"]
-    params = [reply.json()["error"]["param"] for reply in refused]
-    assert params == ["chat_template_kwargs", "chat_template_kwargs.shout", "chat_template_kwargs.shout"]
+    *answered, refused = replies
+    plain, shouted, deeper = (reply.json()["usage"]["prompt_tokens"] for reply in answered)
+    assert shouted - plain == len("<hey>") and deeper == plain
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])
@@ -182,7 +177,7 @@ def test_what_cannot_be_listened_on_is_refused_before_the_weights_are_loaded() -
         for given, part in (
             (["--port", str(port)], "cannot be bound"),
             (["--host", "192.0.2.1", "--api_key", "k"], "cannot be bound"),
-            (["--host", "no.such.host.invalid", "--api_key", "k"], "no address"),
+            (["--host", "no.such.host.invalid", "--api_key", "k"], "cannot be bound"),
             (["--api_key", "schlüssel"], "printable ASCII"),
         ):
             with pytest.raises(UserError, match=part):

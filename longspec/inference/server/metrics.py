@@ -1,11 +1,9 @@
 """Figures of a server in the format of Prometheus."""
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,41 +12,6 @@ from longspec.inference.engine.requests import Snapshot
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 """Bucket limits in seconds."""
-RATE_SECONDS = 10.0
-"""The time that the gauge of tokens/s looks back."""
-
-
-class Latencies:
-    """Histograms over all requests, in seconds, and the present speed."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        name, text = "longspec_time_to_first_token_seconds", "Time from submission to the first token."
-        self.first_token = Histogram(name, text, buckets=TTFT_BUCKETS, registry=registry)
-        text = "Time per token after the first: the time since the previous round over the round's tokens."
-        name = "longspec_inter_token_latency_seconds"
-        self._inter_token = Histogram(name, text, buckets=TOKEN_BUCKETS, registry=registry)
-        self._recent: deque[tuple[float, int]] = deque()
-        name, text = "longspec_tokens_per_second", f"Tokens/s over the last {RATE_SECONDS:g} seconds."
-        Gauge(name, text, registry=registry).set_function(self.tokens_per_second)
-
-    def note(self, now: float, started: float, newest: float | None, count: int) -> None:
-        """Note a round's `count` tokens of a request. Times are of time.perf_counter(): the present, the request's
-        submission, and its previous round, if any."""
-        if newest is None:
-            self.first_token.observe(now - started)
-        else:
-            for _ in range(count):
-                self._inter_token.observe((now - newest) / count)
-        self._recent.append((now, count))
-        self._forget(now)
-
-    def tokens_per_second(self) -> float:
-        self._forget(time.perf_counter())
-        return sum(count for _, count in self._recent) / RATE_SECONDS
-
-    def _forget(self, now: float) -> None:
-        while self._recent and self._recent[0][0] < now - RATE_SECONDS:
-            self._recent.popleft()
 
 
 class Metrics(Collector):
@@ -57,11 +20,22 @@ class Metrics(Collector):
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
         self._registry = CollectorRegistry()
-        self.latencies = Latencies(self._registry)
-        labels = ("path", "status")
-        self.responses = Counter("longspec_http_responses", "HTTP responses.", labels, registry=self._registry)
+        name, text = "longspec_time_to_first_token_seconds", "Time from submission to the first token."
+        self._first_token = Histogram(name, text, buckets=TTFT_BUCKETS, registry=self._registry)
+        text = "Time per token after the first: the time since the previous round over the round's tokens."
+        name = "longspec_inter_token_latency_seconds"
+        self._inter_token = Histogram(name, text, buckets=TOKEN_BUCKETS, registry=self._registry)
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
+
+    def note(self, now: float, started: float, newest: float | None, count: int) -> None:
+        """Note a round's `count` tokens of a request. Times are of time.perf_counter(): the present, the request's
+        submission, and its previous round, if any."""
+        if newest is None:
+            self._first_token.observe(now - started)
+        else:
+            for _ in range(count):
+                self._inter_token.observe((now - newest) / count)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,21 +1,17 @@
 """The model that a server answers for: its names, its tokenizer, and how it reads prompts."""
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import Request
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.server.errors import ApiError, encodable
+from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
-from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, word_ids
-
-FIELDS = {"min_new_tokens": "min_tokens"}
-"""Fields of requests with other names than the options."""
+from longspec.inference.server.sampling_defaults import SamplingDefaults
+from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, with_word_ids
 
 
 @dataclass(frozen=True)
@@ -27,12 +23,12 @@ class ServedModel:
     tokenizer: Any
     encode: Callable[..., list[list[int]]]
     """Token ids of a list[str | list[Turn]]: texts are encoded as they are, conversations in the chat format. A second
-    argument sets variables of the chat template. Raises UserError."""
+    argument has variables of the chat template. Raises UserError."""
     stop_ids: frozenset[int]
     positions: int
     """Number of tokens that a prompt and its answer may have together."""
     vocab_size: int
-    defaults: SamplingDefaults = WITHOUT_CONFIG
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     """Settings of requests that name none."""
 
     @property
@@ -42,9 +38,13 @@ class ServedModel:
 
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
-        self._check(body, limits)
+        if body.model not in (None, self.name):
+            raise ApiError(404, f"the model '{body.model}' is not served here, only '{self.name}'", "model")
+        choices = body.n * (len(body.prompt) if isinstance(body, CompletionRequest) else 1)
+        if choices > limits.max_choices:
+            raise ApiError(400, f"n: {choices} is above this server's limit of {limits.max_choices}", "n")
         stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
-        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
+        seeds = [None if body.seed in (None, -1) else body.seed + index for index in range(body.n)]
         return [
             Request(
                 prompt,
@@ -61,60 +61,29 @@ class ServedModel:
             for seed in seeds
         ]
 
-    def ignored(self, body: ChatRequest | CompletionRequest) -> Iterator[str]:
-        """The names of the fields that have no effect."""
-        yield from body.ignored()
-        if isinstance(body, ChatRequest):
-            given = {name for name, value in body.chat_template_kwargs.items() if value is not None}
-            unused = given - self._template_variables(body).keys()
-            yield from (f"chat_template_kwargs.{encodable(name)}" for name in sorted(unused))
-
-    def _template_variables(self, body: ChatRequest) -> dict[str, Any]:
-        """The variables of a request that the chat template has."""
-        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
-        given = body.chat_template_kwargs.items()
-        return {name: value for name, value in given if value is not None and name in words and name.isidentifier()}
-
     def _sampling(
         self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int], prompt_length: int
     ) -> Sampling:
-        given = {name: getattr(body, FIELDS.get(name, name), None) for name in TOKEN_OPTIONS}
-        options = {**self.defaults.token_options, **{name: x for name, x in given.items() if x is not None}}
+        names = (*TOKEN_OPTIONS, "bad_words", "temperature", *FILTERS)
+        given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+        own = {name: given.pop(name) for name in ("temperature", *FILTERS) if name in given}
+        if own.get("top_k") == -1:
+            own["top_k"] = 0
         try:
-            if body.bad_words is not None:
-                options["bad_words_ids"] = [*(body.bad_words_ids or []), *word_ids(body.bad_words, self.tokenizer)]
+            options = {**self.defaults.token_options, **with_word_ids(given, self.tokenizer)}
             penalties = token_settings(options, stop_ids, self.vocab_size, prompt_length)
         except UserError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
-        own = {name: value for name in ("temperature", *FILTERS) if (value := getattr(body, name)) is not None}
-        if "top_k" in own:
-            own["top_k"] = max(0, own["top_k"])
         return replace(self.defaults.sampling, **own, **penalties)
-
-    def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:
-        if body.model not in (None, self.name):
-            raise ApiError(404, f"the model '{body.model}' is not served here, only '{self.name}'", "model")
-        messages = len(body.messages) if isinstance(body, ChatRequest) else 0
-        prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
-        for name, size, most in (
-            ("messages", messages, limits.max_messages),
-            ("n", prompts * body.n, limits.max_choices),
-            ("stop", len(body.stop), limits.max_stops),
-            ("stop", max(map(len, body.stop), default=0), limits.max_stop_characters),
-        ):
-            if size > most:
-                raise ApiError(400, f"{name}: {size} is above this server's limit of {most}", name)
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
             field = "messages"
+            variables = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
             try:
-                turns = [message.turn for message in body.messages]
-                variables = self._template_variables(body)
-                prompts = self.encode([turns], variables) if variables else self.encode([turns])
-            except UserError as error:  # the chat template fails, or a variable has no such value
-                field = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
-                raise ApiError(400, str(error) if field in str(error) else f"{field}: {error}", field) from error
+                prompts = self.encode([[message.turn for message in body.messages]], variables)
+            except UserError as error:  # the chat template fails
+                raise ApiError(400, f"{field}: {error}", field) from error
         else:
             field = "prompt"
             prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
@@ -134,14 +103,16 @@ class ServedModel:
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
         room = self.positions - len(prompt)
-        default = min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
-        new_tokens = 1 if body.drops_answer else body.token_limit or default
-        if new_tokens == -1:
+        new_tokens = body.token_limit
+        if new_tokens is None:
+            new_tokens = min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+        elif new_tokens == -1:
             new_tokens = room
-        if new_tokens > room or room < 1:
+        new_tokens = max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one
+        if new_tokens > room:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens and the answer up to {max(new_tokens, 1)}; "
+                f"the prompt has {len(prompt)} tokens and the answer up to {new_tokens}; "
                 f"this server has room for {self.positions} tokens per request",
                 "messages" if isinstance(body, ChatRequest) else "prompt",
                 "context_length_exceeded",
