@@ -3,17 +3,17 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from longspec.cli.output import StdoutLines
+from longspec.cli.output import StdoutLines, write_summary
 from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
-from longspec.data.templates import check_embedded, encode_texts
+from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 from longspec.inference.answering import Listener
 from longspec.inference.device import device_name
@@ -65,10 +65,9 @@ class PromptRun:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         try:
-            text = self.pair.text(prompt.as_turn() if self.chat else prompt.content)
+            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
         except UserError as error:  # the chat template fails
             raise UserError(f"{prompt.location}: {error}") from error
-        (ids,) = encode_texts([text], self.pair.tokenizer)
         check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
         if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
             raise UserError(
@@ -125,32 +124,23 @@ class PromptRun:
         """Check a line of an earlier run, and return its index. Raises ValueError for a line of another run."""
         try:
             line = json.loads(raw)
-        except ValueError:
-            line = None
-        if not isinstance(line, dict) or not {"index", "text", "run"} <= line.keys():
-            raise ValueError("not a line that this command writes")
-        index = line["index"]
-        is_known = isinstance(index, int) and index in self.token_ids
-        if not is_known or any(line.get(name) != value for name, value in self.head(index).items()):
-            raise ValueError("belongs to another prompt")
-        if line["run"] != self.digest:
-            raise ValueError("was written by another pair or with other options")
-        return {"index": index}
+            number = line["index"]
+            is_own = number in self.token_ids and line.items() >= (self.head(number) | {"run": self.digest}).items()
+        except (ValueError, TypeError, LookupError):
+            is_own = False
+        if not is_own:
+            raise ValueError("a line of another pair, of other prompts or of other options")
+        return {"index": number}
 
 
 def answer_prompts(
-    run: PromptRun,
-    output: Path | None,
-    overwrite: bool,
-    stop: StopSignals,
-    replicas: Replicas,
-    report: Callable[[dict[str, Any]], object],
+    run: PromptRun, output: Path | None, overwrite: bool, summary: Path | None, stop: StopSignals, replicas: Replicas
 ) -> None:
     """Answer this rank's share of the prompts without a line, and leave all lines in the output.
 
     Each prompt has a seed of its own, and no answer depends on others, so the answers are those of an uninterrupted
-    single process. output: None is stdout, for a single process. report: called with the summary on
-    rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
+    single process. output: None is stdout, for a single process. summary: as for `write_summary`. Raises UserError, and
+    SystemExit after a stop signal or the end of another rank.
     """
     job = ResumableJob(
         len(run.token_ids), "prompt", output, stop, replicas, is_hidden=not sys.stderr.isatty(), overwrites=overwrite
@@ -170,7 +160,8 @@ def answer_prompts(
             if file:
                 file.collect(wait=True)
             results.put_in_order()
-            report(summarize(run, len(results.done), replicas.last_count(TOKENS), stats))
+            counts = {"answered": len(results.done), "processes": len(stats), "new_tokens": replicas.last_count(TOKENS)}
+            write_summary(summarize(run, pool(stats)) | counts, summary)
     job.end(len(results.done))
 
 
@@ -201,28 +192,19 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
     return stats
 
 
-def summarize(run: PromptRun, answered: int, new_tokens: int, stats: Sequence[GenerationStats]) -> dict[str, Any]:
-    """The summary of a launch.
-
-    answered: number of prompts with a line; new_tokens: number of tokens in the lines of the launch; stats: those of
-    all ranks.
-    """
-    pair = run.pair
-    pooled = pool(list(stats))
+def summarize(run: PromptRun, stats: GenerationStats) -> dict[str, Any]:
+    """What the summary of a launch says about its answers. stats: those of all ranks."""
     return {
-        "model": pair.name,
-        "method": pair.method,
-        "device": device_name(pair.model.device),
+        "model": run.pair.name,
+        "method": run.pair.method,
+        "device": device_name(run.pair.model.device),
         "prompts": len(run.prompts),
-        "answered": answered,
         "left_out": len(run.problems),
-        "processes": len(stats),
-        "new_tokens": new_tokens,
-        "rounds": pooled.rounds,
-        "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
-        "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,
-        **pooled.setup,
-        "rounds_by_plan": pooled.rounds_by_plan,
-        "ttft_s": pooled.ttft_s,
-        "decode_s": pooled.decode_s,
+        "rounds": stats.rounds,
+        "mean_acceptance_length": stats.mean_acceptance_length if stats.rounds else None,
+        "tokens_per_second": stats.tokens_per_second if stats.decode_s else None,
+        **stats.setup,
+        "rounds_by_plan": stats.rounds_by_plan,
+        "ttft_s": stats.ttft_s,
+        "decode_s": stats.decode_s,
     }

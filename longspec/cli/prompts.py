@@ -90,15 +90,19 @@ def checked_text(text: str, name: str) -> str:
     return text
 
 
+def decoded(content: bytes, name: str) -> str:
+    """The text of a file, without the byte order mark that editors on Windows put first. Raises UserError."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
 def _text_lines(name: str, content: bytes) -> Iterator[Prompt]:
-    # Editors on Windows put a byte order mark first. Only \n ends a line: str.splitlines would cut at other characters.
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        try:
-            line = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name}, line {number}: not UTF-8 text ({error.reason})") from error
-        if line:
-            yield Prompt(f"{name}, line {number}", line)
+    # Only \n ends a line: str.splitlines would cut at other characters.
+    for number, line in enumerate(decoded(content, name).split("\n"), 1):
+        if line.strip():
+            yield Prompt(f"{name}, line {number}", line.strip())
 
 
 def _records(name: str, content: bytes) -> Iterator[Prompt]:

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.cli.pair import LoadedPair, SamplingOptions
-from longspec.cli.prompts import checked_text
-from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
+from longspec.cli.prompts import checked_text, decoded
+from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.data.templates import check_embedded
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
+from longspec.inference.stats import GenerationStats
 from longspec.signals import handled
 
 HELP = """\
@@ -46,7 +47,8 @@ class Session:
         self.seed = seed
         self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
         self.turns = list(self.opening)
-        self.answers: list[Answer] = []
+        self.answers: list[GenerationStats] = []
+        """Those of complete answers."""
         self.files: list[str] = []
         """Texts of files for the next message."""
         self.commands = {"/help": self.help, "/stats": self.stats, "/reset": self.reset}
@@ -101,29 +103,20 @@ class Session:
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
-                self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
+                self.answers.append(self.pair.generate([prompt], sampling, seed=seed, streamer=stream).stats)
+            self.console.print(f"[dim]{describe(self.answers[-1:])}[/]")
         except KeyboardInterrupt:
-            stream.end()
             self.console.print("[dim](stopped)[/]")
-        except UserError:
-            stream.end()  # the error starts on a line of its own
-            raise
-
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.
-        if stream.answer.text:
-            self.turns = [*turns, {"role": "assistant", "content": stream.answer.text}]
-        if stream.answer.tokens:
-            self.answers.append(stream.answer)
-            self.console.print(f"[dim]{describe([stream.answer])}[/]")
+        if stream.text:
+            self.turns = [*turns, {"role": "assistant", "content": stream.text}]
 
     def add_file(self, name: str) -> None:
         """Keep the text of a file for the next message. Raises UserError if it is not a readable text file."""
         path = Path(name).expanduser()
-        try:
-            text = path.read_text().strip()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "not a text file"
-            raise UserError(f"/file {name}: cannot be read ({reason}); give the path of a text file") from error
+        with os_errors(f"/file {name}: cannot be read"):
+            content = path.read_bytes()
+        text = decoded(content, f"/file {name}").strip()
         self.files.append(text)
         (tokens,) = self.pair.encode([text])
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
@@ -140,7 +133,7 @@ class Session:
             self.console.print("no answer yet")
             return
         for label, answers in (("last answer", self.answers[-1:]), ("chat", self.answers)):
-            self.console.print(f"{label + ':':<13}{describe(answers, whole=True)}", soft_wrap=True)
+            self.console.print(f"{label + ':':<13}{describe(answers)}", soft_wrap=True)
 
     def _read(self) -> str | None:
         """The next line that is not blank; None at the end of the input."""

@@ -80,17 +80,12 @@ def on_gpus() -> bool:
 
 
 def known_ranks(options: LaunchOptions) -> int | None:
-    """The number of ranks of a launch: that of the options, or of all GPUs; None if neither tells it."""
+    """The number of ranks of a launch: that of the options, or of the GPUs of this host; None if neither tells it."""
     import torch
 
-    if HOSTFILE.exists():
+    if HOSTFILE.exists() or options.include is not None:
         return None
-    if options.num_gpus is not None:
-        return options.num_gpus
-    if options.include is None:
-        return torch.cuda.device_count() if on_gpus() else None
-    devices = [host.partition(":")[2] for host in options.include.split("@")]
-    return sum(len(numbers.split(",")) for numbers in devices) if all(devices) else None
+    return options.num_gpus or (torch.cuda.device_count() if on_gpus() else None)
 
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
