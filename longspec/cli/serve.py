@@ -51,6 +51,8 @@ def serve(
     pair: PairArgument = None,
 ) -> None:
     """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
+    from transformers import GenerationConfig
+
     from longspec.cli.pair import open_pair
     from longspec.inference.engine.requests import NotServing
     from longspec.inference.engine.scheduler import Scheduler
@@ -60,9 +62,8 @@ def serve(
     with extra("serve"):
         from longspec.inference.server.app import build_app
         from longspec.inference.server.limits import Limits
-        from longspec.inference.server.sampling_defaults import SamplingDefaults
         from longspec.inference.server.served_model import ServedModel
-        from longspec.inference.server.serving import allowed_hosts, http_server, listen
+        from longspec.inference.server.serving import allowed_hosts, http_server, listen, url_of
 
     source = source.named(pair)
     arguments = drafting.arguments()
@@ -72,22 +73,21 @@ def serve(
         listening = stack.enter_context(listen(options.host, options.port, options.api_key))
         applied = FILE_OPTIONS if options.generation_config == "auto" else None
         loaded = open_pair(source, method.method, applied=applied)
-        defaults = SamplingDefaults()
-        if applied is not None:
-            defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
+        config = GenerationConfig() if applied is None else loaded.model.generation_config
         rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
         arguments |= {"max_rows": rows, "max_queue": options.max_queue, "deterministic": source.deterministic}
         scheduler = Scheduler(loaded.model, loaded.method, **arguments)
         name, encode, longest = options.served_name or loaded.name, loaded.encode, scheduler.longest
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
-        served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, defaults)
+        served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, config)
         _print_memory(loaded, scheduler, rows)
         try:
-            scheduler.start(served.usual)
+            scheduler.start(served.sampling({}, stop_ids))
             # The choices of a request are queued together, so they must fit into an empty queue.
             limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
             app = build_app(served, scheduler, limits, options.api_key, allowed_hosts(options.host, options.api_key))
-            print(f"{served.name} on {loaded.model.device}, method {loaded.method}; {defaults}", file=sys.stderr)
+            note = f"{served.name} on {loaded.model.device}, method {loaded.method}; {served.described_defaults}"
+            print(f"{note}\nlistening on {url_of(listening)}", file=sys.stderr, flush=True)
             http_server(app, options.drain_seconds).run(sockets=[listening])
         except NotServing as error:
             raise UserError(f"{loaded.name}: {error}") from error

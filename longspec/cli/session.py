@@ -59,8 +59,8 @@ class Session:
         self.console.print(
             f"{escape(pair.name)} on {pair.model.device}, method {pair.method}. /help lists the commands."
         )
-        if pair.method in LEGEND and self.console.color_system and not self.console.no_color:
-            self.console.print(LEGEND[pair.method])
+        if pair.method != "vanilla" and self.console.color_system and not self.console.no_color:
+            self.console.print(LEGEND)
         if sys.stdin.isatty():
             with suppress(ImportError):
                 readline = importlib.import_module("readline")  # line editing and history in `input`

@@ -14,13 +14,10 @@ from longspec.inference.stats import GenerationStats, pool
 
 STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
 """Sky blue and orange of the Okabe-Ito palette, which color-blind readers can tell apart."""
-_DRAFT_LEGEND = f"Plain text: the target's own tokens. [{STYLES['draft']}]Blue: accepted tokens of the draft.[/]"
-LEGEND = {
-    "lookup": f"Plain text: the target's own tokens. [{STYLES['lookup']}]Orange: accepted tokens of prompt lookup.[/]",
-    "auto": f"{_DRAFT_LEGEND} [{STYLES['lookup']}]Orange: those of prompt lookup.[/]",
-    **dict.fromkeys(("tree", "seq", "magicdec"), _DRAFT_LEGEND),
-}
-"""Explanations of the colors by method; vanilla needs none."""
+LEGEND = (
+    f"Plain text: the target's own tokens. [{STYLES['draft']}]Blue: accepted tokens of the draft.[/] "
+    f"[{STYLES['lookup']}]Orange: those of prompt lookup.[/]"
+)
 
 
 class AnswerStream:

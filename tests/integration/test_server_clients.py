@@ -92,7 +92,7 @@ def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Runn
 def test_errors_are_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="room for 4096 tokens"):
         complete(client, "a", max_tokens=4096)
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty: Input should be less than"):
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty: 3"):
         complete(client, "a", frequency_penalty=3.0)
     with pytest.raises(openai.NotFoundError, match="not served here"):
         complete(client, "a", model="other")

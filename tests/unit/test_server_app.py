@@ -42,7 +42,6 @@ from longspec.inference.server.known_fields import MESSAGE_FIELDS, REQUEST_FIELD
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.replies import server_sent_event
-from longspec.inference.server.sampling_defaults import SamplingDefaults
 from longspec.inference.server.served_model import ServedModel
 
 TOKENIZER = chat_tokenizer()
@@ -92,13 +91,15 @@ class Script:
 
 
 def application(
-    script: Script, limits: Limits = LIMITS, defaults: SamplingDefaults = SamplingDefaults(), **options: Any
+    script: Script, limits: Limits = LIMITS, config: GenerationConfig | None = None, **options: Any
 ) -> Starlette:
     def encode(prompts: list[Any], variables: Any = None) -> list[list[int]]:
         texts = [p if isinstance(p, str) else conversation_text(p, "llama", TOKENIZER, "tokenizer") for p in prompts]
         return encode_texts(texts, TOKENIZER)
 
-    served = ServedModel(NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE, defaults)
+    served = ServedModel(
+        NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE, config or GenerationConfig()
+    )
     return build_app(served, script, limits, **options)
 
 
@@ -165,21 +166,21 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
     ("fields", "param", "part"),
     [
         ({"tools": [{}]}, "tools", "not supported"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
         ({"bad_words": [" "]}, "bad_words", "not empty"),
-        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"min_tokens": -1}, "min_new_tokens", "at least 0"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"echo": True}, "echo", "not supported"),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty", "from 0.01 to 100"),
         ({"n": 3, "best_of": 2}, "best_of", "not supported"),
         ({"longspec": {"\ud800": 0.1}}, None, "Invalid JSON"),
         ({"stop": "\ud800"}, None, "Invalid JSON"),
         ({"longspec": {"draft": 1}}, "longspec.draft", "not permitted"),
-        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"temperature": -1}, "temperature", "must be 0 (greedy) or from"),
+        ({"top_p": 0}, "top_p", "above 0"),
         ({"n": 5}, "n", "limit of 4"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
         ({"stop": "a" * 1025}, "stop.0", "at most 1024"),
@@ -284,7 +285,7 @@ def test_unknown_fields_are_ignored_and_named_once(client: TestClient, script: S
 def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script) -> None:
     config = GenerationConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=7, do_sample=True)
     config.update(repetition_penalty=1.1, bad_words_ids=[[5, 6]], no_repeat_ngram_size=0)
-    with TestClient(application(script, defaults=SamplingDefaults.read(config, VOCAB_SIZE))) as client:
+    with TestClient(application(script, config=config)) as client:
         chat(client, **HELLO)
         neutral = {"repetition_penalty": 1, "logit_bias": {"5": 0}, "bad_words_ids": [[EOS]]}
         chat(client, **HELLO, temperature=0, top_p=1, top_k=0, max_tokens=3, **neutral)
@@ -293,13 +294,13 @@ def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script
     assert first.sampling == third.sampling
     assert first.sampling == Sampling(0.6, 0.9, 20, repetition_penalty=1.1, rules=(Rule(6, -inf, (5,)),))
     assert second.sampling == Sampling() and (first.max_new_tokens, second.max_new_tokens) == (7, 3)
-    assert SamplingDefaults.read(GenerationConfig(), VOCAB_SIZE) == SamplingDefaults()
-    assert SamplingDefaults.read(GenerationConfig(top_k=-1), VOCAB_SIZE) == SamplingDefaults()  # as in vLLM
+    served = ServedModel(NAME, "tree", TOKENIZER, print, frozenset(), 9, VOCAB_SIZE, GenerationConfig(top_k=-1))
+    assert served.sampling({}, frozenset()) == Sampling(1.0)  # as in vLLM
     for wrong in ({"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}, {"repetition_penalty": "a"}):
         config = GenerationConfig()
         config.__dict__ |= wrong
         with pytest.raises(UserError, match=f"^generation_config.{next(iter(wrong))}"):
-            SamplingDefaults.read(config, VOCAB_SIZE)
+            application(script, config=config)
 
 
 def test_a_request_sets_penalties_and_rules(client: TestClient, script: Script) -> None:
@@ -374,7 +375,6 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(script: Script) -> No
         assert script.cancelled == script.submitted != []  # the first choice gives its place back
         script.refusal, script.room = RequestTooLarge("5000 slots needed, 4096 there"), 0
         assert "5000" in chat(client, 400, **HELLO)["error"]["message"]
-        script.refusal = UserError("temperature: 1e-37; it must be 0 (greedy) or from 1e-30")
         assert chat(client, 400, **HELLO, temperature=1e-37)["error"]["param"] == "temperature"
 
 

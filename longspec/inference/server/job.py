@@ -27,6 +27,9 @@ from longspec.inference.server.errors import ApiError
 from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 
+REFUSALS = {QueueFull: 429, NotServing: 503, UserError: 400}
+"""The status for each reason of the engine to refuse a request."""
+
 
 @dataclass
 class Delta:
@@ -76,9 +79,11 @@ class Job:
             for index, request in enumerate(self.requests):
                 ticket = self.engine.submit(request, partial(self._receive, index))
                 self.choices.append(Choice(AnswerText(self.tokenizer, stops), ticket))
-        except (QueueFull, UserError, NotServing) as error:
+        except tuple(REFUSALS) as error:
             self.cancel()
-            raise _refusal(error) from error
+            code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else None
+            status = next(status for kind, status in REFUSALS.items() if isinstance(error, kind))
+            raise ApiError(status, str(error), code=code) from error
 
     def cancel(self) -> None:
         """Give back the rows of all choices that have not ended."""
@@ -157,15 +162,3 @@ class Job:
         choice.ended = True
         reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason
         return Delta(index, pieces, None, reason, event.timings)
-
-
-def _refusal(error: Exception) -> ApiError:
-    """The response to a request that the engine refuses."""
-    message = str(error)
-    if isinstance(error, QueueFull):
-        return ApiError(429, message)
-    if isinstance(error, RequestTooLarge):
-        return ApiError(400, message, code="context_length_exceeded")
-    if isinstance(error, NotServing):
-        return ApiError(503, message)
-    return ApiError(400, message, message.partition(":")[0])  # it starts with the field's name

@@ -11,7 +11,6 @@ from pydantic_core import PydanticCustomError
 from longspec.data.aligners import ROLES, Turn
 from longspec.inference.engine.requests import MOST_ALTERNATIVES
 from longspec.inference.server import known_fields as known
-from longspec.inference.token_options import BIAS_RANGE, MOST_NGRAM, PENALTY_RANGE, REPETITION_RANGE
 
 MOST_MESSAGES = 1024
 MOST_STOPS = 16
@@ -37,9 +36,6 @@ def _token_limit(value: int) -> int:
 
 
 TokenLimit = Annotated[int, AfterValidator(_token_limit)]
-TokenId = Annotated[int, Field(ge=0)]
-Penalty = Annotated[float, Field(ge=PENALTY_RANGE[0], le=PENALTY_RANGE[1])]
-Bias = Annotated[float, Field(ge=BIAS_RANGE[0], le=BIAS_RANGE[1])]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Stops = Annotated[list[Stop], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
@@ -86,29 +82,28 @@ class Extension(Strict, extra="forbid"):
 
 
 class Generation(Strict):
-    """Sampling fields that are None have the server's defaults. Unknown fields are in `model_extra`."""
+    """Sampling fields that are None have the server's defaults, and `ServedModel.sampling` checks their ranges. Unknown
+    fields are in `model_extra`."""
 
     model: str | None = None
     n: int = Field(default=1, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, lt=2**31)
     """0 and -1 keep all tokens."""
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    typical_p: float | None = Field(default=None, gt=0, le=1)
-    epsilon_cutoff: float | None = Field(default=None, ge=0, lt=1)
-    repetition_penalty: float | None = Field(default=None, ge=REPETITION_RANGE[0], le=REPETITION_RANGE[1])
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    no_repeat_ngram_size: int | None = Field(default=None, ge=0, le=MOST_NGRAM)
-    min_new_tokens: int | None = Field(
-        default=None, ge=0, lt=2**31, validation_alias=AliasChoices("min_tokens", "min_new_tokens")
-    )
+    min_p: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_new_tokens: int | None = Field(default=None, validation_alias=AliasChoices("min_tokens", "min_new_tokens"))
     """Tokens that end an answer are banned before this length. Strings of `stop` are not."""
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: dict[str, float] | None = None
     """By token id."""
     bad_words: list[str] | None = None
-    bad_words_ids: list[list[TokenId]] | None = None
+    bad_words_ids: list[list[int]] | None = None
     seed: int | None = Field(default=None, ge=-1, lt=2**63)
     """Choice i of a request is drawn with seed + i. -1 asks for a fresh one."""
     stop: Stops = Field(default=[], max_length=MOST_STOPS)

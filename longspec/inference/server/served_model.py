@@ -1,17 +1,24 @@
 """The model that a server answers for: its names, its tokenizer, and how it reads prompts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
+from transformers import GenerationConfig
+
 from longspec.errors import UserError
+from longspec.inference.arguments import check_sampling
 from longspec.inference.engine.requests import Request
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.sampling_defaults import SamplingDefaults
 from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, with_word_ids
+
+BASIC = ("temperature", "top_p", "top_k")
+SETTINGS: dict[str, Any] = {"temperature": 1.0, **FILTERS, **TOKEN_OPTIONS}
+"""The settings of a request that a generation config may have, with the values of the target's own distribution."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,38 @@ class ServedModel:
     positions: int
     """Number of tokens that a prompt and its answer may have together."""
     vocab_size: int
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """Settings of requests that name none."""
+    config: GenerationConfig = field(default_factory=GenerationConfig)
+    """Settings of requests that name none. As in vLLM, `do_sample` has no influence."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a value of the generation config that is of a wrong type or outside its range."""
+        try:
+            check_sampling(self.config.max_new_tokens or 1, 1.0, 1.0, 0)
+            self.sampling({}, self.stop_ids)
+        except UserError as error:
+            raise UserError(f"generation_config.{error}; correct the file, or use --generation_config none") from error
 
     @property
-    def usual(self) -> Sampling:
-        """The penalties of requests that name none."""
-        return Sampling(**token_settings(self.defaults.token_options, self.stop_ids, self.vocab_size))
+    def described_defaults(self) -> str:
+        """A line on the settings of requests that name none."""
+        values = self._settings({})
+        shown = {name: value for name, value in values.items() if name in BASIC or value != SETTINGS[name]}
+        return f"{', '.join(f'{name} {shorten(str(value), 60)}' for name, value in shown.items())} by default"
+
+    def _settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of each of SETTINGS: the given one, else that of the generation config, else the neutral one."""
+        values = {name: given.get(name, getattr(self.config, name, None)) for name in SETTINGS}
+        values["top_k"] = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM's value that keeps all tokens
+        return {name: SETTINGS[name] if value is None else value for name, value in values.items()}
+
+    def sampling(
+        self, given: Mapping[str, Any], stop_ids: frozenset[int], prompt_length: int = 0, seed: int | None = None
+    ) -> Sampling:
+        """The settings of a request that sets the given ones. Raises UserError that starts with a setting's name."""
+        values = self._settings(with_word_ids(given, self.tokenizer))
+        own = {name: values.pop(name) for name in ("temperature", *FILTERS)}
+        check_sampling(1, **own)
+        return Sampling(**own, seed=seed, **token_settings(values, stop_ids, self.vocab_size, prompt_length))
 
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
@@ -44,37 +76,27 @@ class ServedModel:
         if choices > limits.max_choices:
             raise ApiError(400, f"n: {choices} is above this server's limit of {limits.max_choices}", "n")
         stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
+        given = {name: getattr(body, name, None) for name in (*SETTINGS, "bad_words")}
+        given = {name: value for name, value in given.items() if value is not None}
         seeds = [None if body.seed in (None, -1) else body.seed + index for index in range(body.n)]
-        return [
-            Request(
-                prompt,
-                self._new_tokens(prompt, body, limits),
-                replace(self._sampling(body, stop_ids, len(prompt)), seed=seed),
-                stop_ids,
-                speculate=body.longspec.speculate,
-                logprobs=body.alternatives is not None,
-                alternatives=body.alternatives or 0,
-                scores_prompt=body.alternatives is not None and body.echoed is not None,
-                trace=body.longspec.tokens,
-            )
-            for prompt in self._prompts(body)
-            for seed in seeds
-        ]
-
-    def _sampling(
-        self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int], prompt_length: int
-    ) -> Sampling:
-        names = (*TOKEN_OPTIONS, "bad_words", "temperature", *FILTERS)
-        given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
-        own = {name: given.pop(name) for name in ("temperature", *FILTERS) if name in given}
-        if own.get("top_k") == -1:
-            own["top_k"] = 0
         try:
-            options = {**self.defaults.token_options, **with_word_ids(given, self.tokenizer)}
-            penalties = token_settings(options, stop_ids, self.vocab_size, prompt_length)
+            return [
+                Request(
+                    prompt,
+                    self._new_tokens(prompt, body, limits),
+                    self.sampling(given, stop_ids, len(prompt), seed),
+                    stop_ids,
+                    speculate=body.longspec.speculate,
+                    logprobs=body.alternatives is not None,
+                    alternatives=body.alternatives or 0,
+                    scores_prompt=body.alternatives is not None and body.echoed is not None,
+                    trace=body.longspec.tokens,
+                )
+                for prompt in self._prompts(body)
+                for seed in seeds
+            ]
         except UserError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
-        return replace(self.defaults.sampling, **own, **penalties)
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         if isinstance(body, ChatRequest):
@@ -105,7 +127,7 @@ class ServedModel:
         room = self.positions - len(prompt)
         new_tokens = body.token_limit
         if new_tokens is None:
-            new_tokens = min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
+            new_tokens = min(self.config.max_new_tokens or limits.default_new_tokens, room)
         elif new_tokens == -1:
             new_tokens = room
         new_tokens = max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one

@@ -2,7 +2,6 @@
 
 import ipaddress
 import socket
-import sys
 from typing import Any
 
 import uvicorn
@@ -50,19 +49,10 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Says on stderr where it listens, once it does."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for bound in sockets or []:
-            print(f"listening on {url_of(bound)}", file=sys.stderr, flush=True)
-
-
 def http_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end. SIGTERM and SIGINT close
     the sockets, let running and queued requests finish for up to `drain_seconds`, and are raised again afterwards, so
     that the command ends as after any signal. A second SIGINT cancels the requests."""
     chosen: dict[str, Any] = {"lifespan": "off", "ws": "none", "http": "h11", "log_level": "warning"}
     chosen |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
-    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))
+    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))
