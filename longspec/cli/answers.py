@@ -18,7 +18,6 @@ from longspec.errors import UserError
 from longspec.inference.answering import Listener
 from longspec.inference.device import device_name
 from longspec.inference.engine.requests import Tokens
-from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.job import TOKENS, Count, ResumableJob, open_results, writing
@@ -85,22 +84,18 @@ class PromptRun:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the answers, apart from the prompts."""
         pair = self.pair
-        # Greedy answers do not depend on the seed.
-        is_greedy = self.sampling.temperature == 0
-        # Method "auto" does without an untrained draft.
-        drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
+        draft = state_digest(pair.model.draft_model.state_dict()) if pair.model.draft_is_trained else None
         return {
             "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
-            "draft": state_digest(pair.model.draft_model.state_dict()) if drafts else None,
+            "draft": draft,
             "method": pair.method,
             "dtype": str(pair.model.dtype),
             "chat_format": pair.chat_format,
             "chat": self.chat,
             "sampling": vars(self.sampling),
-            "drawn": None if is_greedy else self.seed,
+            "seed": self.seed,
+            "deterministic": pair.deterministic,
             **pair.drafting,
-            # Absent by default, so that files of earlier runs go on.
-            **({"deterministic": True} if pair.deterministic else {}),
         }
 
     def head(self, number: int) -> Line:

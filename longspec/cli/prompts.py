@@ -78,16 +78,7 @@ def _read(source: str, number: int) -> Iterator[Prompt]:
     elif not source.strip():
         raise UserError(f"prompt {number}: it is empty")
     else:
-        yield Prompt(f"prompt {number}", checked_text(source, f"prompt {number}"))
-
-
-def checked_text(text: str, name: str) -> str:
-    """The text. Raises UserError if it came from bytes that are not UTF-8, which Python keeps as surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{name}: not UTF-8 text") from error
-    return text
+        yield Prompt(f"prompt {number}", decoded(os.fsencode(source), f"prompt {number}"))
 
 
 def decoded(content: bytes, name: str) -> str:

@@ -1,6 +1,7 @@
 """A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
 import importlib
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.cli.pair import LoadedPair, SamplingOptions
-from longspec.cli.prompts import checked_text, decoded
+from longspec.cli.prompts import decoded
 from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.data.templates import check_embedded
@@ -141,7 +142,7 @@ class Session:
         while True:
             try:
                 if line := input(prompt).strip():
-                    return checked_text(line, "stdin")
+                    return decoded(os.fsencode(line), "stdin")
             except KeyboardInterrupt:
                 self.console.print("\n(/quit or Ctrl-D ends the chat)")
             except EOFError:

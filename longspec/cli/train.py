@@ -134,9 +134,6 @@ def launch_line(config: str, overrides: list[str], options: list[str], config_di
     folder = (config_dir or ROOT / CONFIGS).absolute()
     if not trainer.is_file():
         raise UserError(f"{trainer}: not found; training runs from a clone of the repository (pip install -e .)")
-    for override in overrides:
-        if "=" not in override:
-            raise UserError(f"{override}: not an override; write key=value")
     # The launcher would repeat the whole command after the error that ended the run.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", *options]
     return [*launcher, str(trainer), "-cp", str(folder), "-cn", config, *overrides]

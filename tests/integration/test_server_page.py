@@ -191,7 +191,7 @@ def test_stop_ends_the_answer_and_the_conversation_goes_on(page: Page, server: R
 
 def test_a_failure_leaves_no_bubble_and_can_be_retried(page: Page) -> None:
     page.ask("hello", tokens=100000)
-    page.until(lambda: "room for 4096 tokens" in page.text("#alert"))
+    page.until(lambda: "more than the 4096 positions" in page.text("#alert"))
     assert page.one("#message").get_property("value") == "hello" and not page.all(".turn")
     assert page.one(".welcome").is_displayed()
     page.ask("", tokens=5)  # what stands there is sent again

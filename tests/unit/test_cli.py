@@ -78,7 +78,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["generate", "hello", "--seed"], "'--seed' requires an argument (see --help)"),
         (["no_such_command"], "'no_such_command'"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
-        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "key=value"),
+        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "missing EQUAL"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
         monkeypatch.setattr(sys, "argv", ["longspec", *given])

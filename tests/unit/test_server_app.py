@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 import longspec.inference.server.app
 from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
+from longspec.inference.arguments import check_request
 from longspec.inference.engine.requests import (
     Event,
     Finished,
@@ -37,7 +39,6 @@ from longspec.inference.engine.requests import (
 )
 from longspec.inference.request import Rule, Sampling
 from longspec.inference.server.app import build_app
-from longspec.inference.server.errors import ApiError
 from longspec.inference.server.known_fields import MESSAGE_FIELDS, REQUEST_FIELDS, UNSET
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
@@ -73,6 +74,7 @@ class Script:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
+        check_request(request, SimpleNamespace(vocab_size=VOCAB_SIZE), POSITIONS)  # type: ignore[arg-type]
         if self.refusal is not None and len(self.submitted) >= self.room:
             raise self.refusal
         self.submitted.append(request)
@@ -189,19 +191,19 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid array"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls", "not supported"),
         ({"messages": [{"role": "assistant", "reasoning_content": "a"}]}, "messages.0.reasoning_content", "not supp"),
-        ({"max_tokens": POSITIONS}, "messages", "room for 4096 tokens"),
+        ({"max_tokens": POSITIONS}, None, "more than the 4096 positions"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": HELLO["messages"] * 1025}, "messages", "at most 1024"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
         ({"prompt": []}, "prompt", "none of them empty"),
         ({"prompt": [1, -1]}, "prompt", "none of them empty"),
-        ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the vocabulary has"),
+        ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the target has"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, "prompt", "8 tokens and the answer up to 4096"),
+        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, None, "8 tokens + max_new_tokens 4096"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
@@ -220,18 +222,10 @@ def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeyp
     tokenizer.add_tokens(["<note>"])
     monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
     error = chat(client, 400, messages=[{"role": "user", "content": "a <note>"}])["error"]
-    assert f"token {VOCAB_SIZE}" in error["message"] and error["param"] == "messages"
+    assert f"token id {VOCAB_SIZE}" in error["message"] and error["param"] == "prompt"
     tokenizer.chat_template = "{{ 9 // (messages | length - 1) }}"
     error = chat(client, 400, messages=[{"role": "user", "content": "a"}])["error"]
     assert "ZeroDivisionError" in error["message"] and error["param"] == "messages"
-
-
-def test_a_text_without_tokens_is_refused() -> None:
-    """Some tokenizers strip spaces."""
-    served = ServedModel(NAME, "tree", TOKENIZER, lambda prompts: [[] for _ in prompts], frozenset(), POSITIONS, 9)
-    with pytest.raises(ApiError, match="no token") as refused:
-        served.requests(CompletionRequest(prompt=" "), LIMITS)  # type: ignore[arg-type]
-    assert refused.value.status_code == 400
 
 
 def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Script) -> None:

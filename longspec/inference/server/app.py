@@ -105,7 +105,9 @@ class Service:
 
     async def detokenize(self, http: Request) -> Response:
         body = await read_body(http, DetokenizeRequest, self.limits)
-        self.model.check_ids(body.tokens, "tokens")
+        for token in body.tokens:
+            if not 0 <= token < self.model.vocab_size:
+                raise ApiError(400, f"tokens: token {token}; the vocabulary has {self.model.vocab_size}", "tokens")
         return JSONResponse({"prompt": await self._encoded(lambda: self.model.tokenizer.decode(body.tokens))})
 
     async def tokenizer_info(self, http: Request) -> Response:

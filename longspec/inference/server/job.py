@@ -81,9 +81,10 @@ class Job:
                 self.choices.append(Choice(AnswerText(self.tokenizer, stops), ticket))
         except tuple(REFUSALS) as error:
             self.cancel()
-            code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else None
             status = next(status for kind, status in REFUSALS.items() if isinstance(error, kind))
-            raise ApiError(status, str(error), code=code) from error
+            code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else None
+            param = str(error).partition(":")[0] if isinstance(error, UserError) and code is None else None
+            raise ApiError(status, str(error), param, code) from error
 
     def cancel(self) -> None:
         """Give back the rows of all choices that have not ended."""

@@ -99,44 +99,21 @@ class ServedModel:
             raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
-        if isinstance(body, ChatRequest):
-            field = "messages"
-            variables = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
-            try:
-                prompts = self.encode([[message.turn for message in body.messages]], variables)
-            except UserError as error:  # the chat template fails
-                raise ApiError(400, f"{field}: {error}", field) from error
-        else:
-            field = "prompt"
-            prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
-        # Ids come from the client or from added tokens; one without an embedding would read foreign memory on a GPU.
-        for prompt in prompts:
-            if not prompt:
-                raise ApiError(400, f"{field}: the tokenizer makes no token of this text", field)
-            self.check_ids(prompt, field)
-        return prompts
-
-    def check_ids(self, tokens: list[int], field: str) -> None:
-        """Raise ApiError for a token id outside of the vocabulary. field: where the client put it."""
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token < self.vocab_size:
-                raise ApiError(400, f"{field}: token {token}; the vocabulary has {self.vocab_size}", field)
+        if isinstance(body, CompletionRequest):
+            return [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
+        variables = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
+        try:
+            return self.encode([[message.turn for message in body.messages]], variables)
+        except UserError as error:  # the chat template fails
+            raise ApiError(400, f"messages: {error}", "messages") from error
 
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
-        """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
+        """The answer's token limit: that of the request, else the room that is left, up to the server's default. The
+        engine refuses a limit above this room."""
         room = self.positions - len(prompt)
         new_tokens = body.token_limit
         if new_tokens is None:
             new_tokens = min(self.config.max_new_tokens or limits.default_new_tokens, room)
         elif new_tokens == -1:
             new_tokens = room
-        new_tokens = max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one
-        if new_tokens > room:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens and the answer up to {new_tokens}; "
-                f"this server has room for {self.positions} tokens per request",
-                "messages" if isinstance(body, ChatRequest) else "prompt",
-                "context_length_exceeded",
-            )
-        return new_tokens
+        return max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one
