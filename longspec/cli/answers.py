@@ -55,10 +55,9 @@ class PromptRun:
             try:
                 self.token_ids[number] = self._encode(prompt)
             except UserError as error:
-                if not self.skips:
-                    advice = "; --skip_invalid leaves such prompts out" if len(self.prompts) > 1 else ""
-                    raise UserError(f"{error}{advice}") from error
                 self.problems.append(str(error))
+        if self.problems and not self.skips:
+            raise UserError(f"{self.problems[0]}; --skip_invalid leaves such prompts out")
         if not self.token_ids:
             raise UserError(f"{self.note}; no prompt is left")
 

@@ -120,8 +120,6 @@ def main() -> None:
         except UsageError as error:
             message = " ".join(error.format_message().split()).rstrip(".")
             raise UserError(f"{message[:1].lower()}{message[1:]} (see --help)") from error
-        except typer.Abort:  # Ctrl-D at a question
-            raise SystemExit(1) from None
         except BrokenPipeError:  # the reader of the output closed it, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None

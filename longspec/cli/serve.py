@@ -1,19 +1,13 @@
 """`longspec serve`: the options of the HTTP server; `longspec.inference.server` holds it."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from longspec.cli.options import DraftingOptions, MethodOptions, PairArgument, PairOptions, command, option
 from longspec.errors import UserError
 from longspec.extras import extra
-
-if TYPE_CHECKING:
-    from longspec.cli.pair import LoadedPair
-    from longspec.inference.engine.scheduler import Scheduler
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -80,7 +74,9 @@ def serve(
         name, encode, longest = options.served_name or loaded.name, loaded.encode, scheduler.longest
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
         served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, config)
-        _print_memory(loaded, scheduler, rows)
+        weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
+        reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {longest} tokens"
+        print(f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)
         try:
             scheduler.start(served.sampling({}, stop_ids))
             # The choices of a request are queued together, so they must fit into an empty queue.
@@ -93,9 +89,3 @@ def serve(
             raise UserError(f"{loaded.name}: {error}") from error
         finally:
             scheduler.close()
-
-
-def _print_memory(loaded: LoadedPair, scheduler: Scheduler, rows: int) -> None:
-    weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
-    reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
-    print(f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)

@@ -1,10 +1,8 @@
 """A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
-import importlib
 import os
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +15,10 @@ from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError, os_errors
-from longspec.inference.stats import GenerationStats
 from longspec.signals import handled
 
 HELP = """\
 /file PATH  put the text of a file before the next message
-/stats      speed and acceptance of the last answer and of the chat
 /reset      forget the conversation
 /help       this list
 /quit       end the chat, as Ctrl-D does
@@ -41,18 +37,16 @@ class Session:
         system: str | None = None,
         seed: int | None = None,
     ) -> None:
-        """seed: turn n uses seed + n; None draws from torch's global generator."""
+        """seed: answer n of a conversation uses seed + n; None draws from torch's global generator."""
         self.pair = pair
         self.sampling = sampling
         self.console = console
         self.seed = seed
         self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
         self.turns = list(self.opening)
-        self.answers: list[GenerationStats] = []
-        """Those of complete answers."""
         self.files: list[str] = []
         """Texts of files for the next message."""
-        self.commands = {"/help": self.help, "/stats": self.stats, "/reset": self.reset}
+        self.commands = {"/help": self.help, "/reset": self.reset}
 
     def run(self) -> None:
         """Answer lines until /quit or the end of the input."""
@@ -63,10 +57,10 @@ class Session:
         if pair.method != "vanilla" and self.console.color_system and not self.console.no_color:
             self.console.print(LEGEND)
         if sys.stdin.isatty():
-            with suppress(ImportError):
-                readline = importlib.import_module("readline")  # line editing and history in `input`
-                # Pasted lines arrive as one; Python switches it off for its own prompt.
-                readline.parse_and_bind("set enable-bracketed-paste on")
+            import readline  # line editing and history in `input`
+
+            # Pasted lines arrive as one; Python switches it off for its own prompt.
+            readline.parse_and_bind("set enable-bracketed-paste on")
         # Python's own handler raises KeyboardInterrupt; the command has another one.
         with handled(signal.SIGINT, signal.default_int_handler):
             while (line := self._read()) is not None and line != "/quit":
@@ -100,12 +94,12 @@ class Session:
             )
 
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
-        seed = None if self.seed is None else self.seed + len(self.answers)
+        seed = None if self.seed is None else self.seed + (len(self.turns) - len(self.opening)) // 2
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
-                self.answers.append(self.pair.generate([prompt], sampling, seed=seed, streamer=stream).stats)
-            self.console.print(f"[dim]{describe(self.answers[-1:])}[/]")
+                output = self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
+            self.console.print(f"[dim]{describe(output)}[/]")
         except KeyboardInterrupt:
             self.console.print("[dim](stopped)[/]")
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.
@@ -128,13 +122,6 @@ class Session:
     def reset(self) -> None:
         self.turns, self.files = list(self.opening), []
         self.console.print("The conversation is empty.")
-
-    def stats(self) -> None:
-        if not self.answers:
-            self.console.print("no answer yet")
-            return
-        for label, answers in (("last answer", self.answers[-1:]), ("chat", self.answers)):
-            self.console.print(f"{label + ':':<13}{describe(answers)}", soft_wrap=True)
 
     def _read(self) -> str | None:
         """The next line that is not blank; None at the end of the input."""

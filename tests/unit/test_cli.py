@@ -110,7 +110,6 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "derived"),
     [
-        (["--include", "localhost:0,1"], []),
         (["--num_gpus", "2", "hostfile"], []),
         (["max_steps=1200"], ["run: 1,200 steps"]),
         (

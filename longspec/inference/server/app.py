@@ -193,22 +193,18 @@ def build_app(
     async def show_page(http: Request) -> Response:
         return HTMLResponse(page, headers=headers)
 
-    reads = {
-        "/": show_page,
-        "/health": service.health,
-        "/metrics": service.figures,
-        "/v1/models": service.models,
-        "/v1/models/{name:path}": service.one_model,
-        "/tokenizer_info": service.tokenizer_info,
-    }
-    posts = {
-        "/v1/chat/completions": service.chat,
-        "/v1/completions": service.complete,
-        "/tokenize": service.tokenize,
-        "/detokenize": service.detokenize,
-    }
-    routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in reads.items()]
-    routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+    routes = [
+        Route("/", show_page),
+        Route("/health", service.health),
+        Route("/metrics", service.figures),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.one_model),
+        Route("/tokenizer_info", service.tokenizer_info),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.complete, methods=["POST"]),
+        Route("/tokenize", service.tokenize, methods=["POST"]),
+        Route("/detokenize", service.detokenize, methods=["POST"]),
+    ]
     check = Middleware(AccessCheck, api_key=api_key, hosts=hosts)
     handlers = {HTTPException: _refused, Exception: _refused}
     return Starlette(routes=routes, middleware=[check], exception_handlers=handlers)

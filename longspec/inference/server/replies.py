@@ -72,7 +72,7 @@ class Replies:
         return {"text": text}
 
     def _delta(self, text: str) -> Body:
-        return {"text": text}
+        return self._choice(text)
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Body:
         if self.logprobs is None:
