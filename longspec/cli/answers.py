@@ -40,7 +40,7 @@ class PromptRun:
     sampling: SamplingOptions
     batch_size: int
     seed: int
-    chat: bool
+    chat: bool = True
     """Whether a prompt of plain text is a user turn in the chat format."""
     skips: bool = False
     """Whether prompts that the target cannot take are left out."""

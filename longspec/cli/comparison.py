@@ -27,7 +27,7 @@ def compare(pair: LoadedPair, prompts: Sequence[Prompt], sampling: SamplingOptio
     The methods take turns at each prompt, so that a device whose speed changes affects all of them alike. Raises
     UserError, with its location, for a prompt that the target cannot take.
     """
-    run = PromptRun(pair, prompts, sampling, batch_size=1, seed=SEED, chat=pair.chat_format != "plain")
+    run = PromptRun(pair, prompts, sampling, batch_size=1, seed=SEED)
     token_ids = list(run.token_ids.values())
 
     def answer(prompt: list[int], sampling: SamplingOptions, method: str) -> GenerationOutput:

@@ -59,8 +59,7 @@ def check_folder(path: Path | None, option: str) -> None:
 
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     """Write a line of JSON to a file, atomically, to stderr for "-", or nowhere for None. Raises UserError."""
-    line = json.dumps(summary, ensure_ascii=False)
     if str(path) == "-":
-        print(line, file=sys.stderr)
+        print(json.dumps(summary), file=sys.stderr)
     elif path is not None:
-        write_atomically(path, line + "\n")
+        write_atomically(path, json.dumps(summary) + "\n")

@@ -21,7 +21,7 @@ from longspec.inference.generate import GenerationOutput, generate, make_request
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS, Drafting
-from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, check_filter, report_ignored
+from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, report_ignored
 from longspec.inference.request import ALWAYS
 from longspec.inference.stats import GenerationStats
 from longspec.inference.token_options import token_settings, with_word_ids
@@ -47,10 +47,8 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         """Raises UserError."""
-        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
-        for name in FILTER_OPTIONS:
-            if getattr(self, name) is not None:
-                check_filter(name, getattr(self, name))
+        filters = {name: value for name in FILTER_OPTIONS if (value := getattr(self, name)) is not None}
+        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, **filters)
         # Whether the target has the tokens is checked with its weights.
         token_settings(self.token_options, (), ALWAYS)
 

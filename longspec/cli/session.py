@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,6 @@ from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import decoded
 from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
-from longspec.data.templates import check_embedded
 from longspec.errors import UserError, os_errors
 from longspec.signals import handled
 
@@ -26,27 +25,25 @@ Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
 
 
+@dataclass
 class Session:
     """A chat with one pair. Each turn sends the whole conversation."""
 
-    def __init__(
-        self,
-        pair: LoadedPair,
-        sampling: SamplingOptions,
-        console: Console,
-        system: str | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """seed: answer n of a conversation uses seed + n; None draws from torch's global generator."""
-        self.pair = pair
-        self.sampling = sampling
-        self.console = console
-        self.seed = seed
-        self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
-        self.turns = list(self.opening)
+    pair: LoadedPair
+    sampling: SamplingOptions
+    console: Console
+    system: str | None = None
+    seed: int | None = None
+    """Answer n of a conversation uses seed + n; None draws from torch's global generator."""
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.turns: list[Turn] = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.files: list[str] = []
         """Texts of files for the next message."""
-        self.commands = {"/help": self.help, "/reset": self.reset}
 
     def run(self) -> None:
         """Answer lines until /quit or the end of the input."""
@@ -70,8 +67,11 @@ class Session:
         """Run a command or answer a message. A UserError ends the turn, not the chat."""
         try:
             command, _, argument = line.partition(" ")
-            if line in self.commands:
-                self.commands[line]()
+            if line == "/help":
+                self.console.print(HELP, markup=False)
+            elif line == "/reset":
+                self.reset()
+                self.console.print("The conversation is empty.")
             elif command == "/file":
                 self.add_file(argument.strip())
             else:
@@ -85,16 +85,9 @@ class Session:
         # The whole conversation is encoded again, because a template can show old turns differently from the newest.
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
-        check_embedded(prompt, self.pair.model.config.vocab_size, self.pair.tokenizer, "this message")
-        free_positions = self.pair.positions - len(prompt)
-        if free_positions < 1:
-            raise UserError(
-                f"the conversation has {len(prompt)} tokens, but the target takes {self.pair.positions}; "
-                "start over with /reset"
-            )
-
+        free_positions = max(1, self.pair.positions - len(prompt))  # a conversation that is too long is refused
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
-        seed = None if self.seed is None else self.seed + (len(self.turns) - len(self.opening)) // 2
+        seed = None if self.seed is None else self.seed + len(self.turns) // 2
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
@@ -115,13 +108,6 @@ class Session:
         self.files.append(text)
         (tokens,) = self.pair.encode([text])
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
-
-    def help(self) -> None:
-        self.console.print(HELP, markup=False)
-
-    def reset(self) -> None:
-        self.turns, self.files = list(self.opening), []
-        self.console.print("The conversation is empty.")
 
     def _read(self) -> str | None:
         """The next line that is not blank; None at the end of the input."""

@@ -341,7 +341,7 @@ def test_an_answer_cannot_control_the_terminal() -> None:
 
 def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
-    error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
+    error = "error: prompt of 4510 tokens + max_new_tokens 1: 4511 tokens, more than the 4096 positions"
     assert error in said(session, "x" * 4500)
     assert session.turns == []
     assert "8 tokens" in said(session, "hello")
@@ -410,7 +410,7 @@ def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
         chat.until(r"\(stopped\).*> ")
     # Of a conversation that is too long, the message tells the tokens: those of both questions and of both answers.
     chat.type(f"{'x' * 4000}\n")
-    tokens = int(re.findall(r"the conversation has (\d+) tokens", chat.until(r"but the target takes.*> "))[0])
+    tokens = int(re.findall(r"prompt of (\d+) tokens", chat.until(r"error: .*positions.*> "))[0])
     assert tokens > len("<user>hel\nlo<a>more") + 4000 + 100
     # Python looks at a signal when readline's wait for a key is interrupted, so the wait must have begun.
     while psutil.Process(chat.pid).status() != psutil.STATUS_SLEEPING:

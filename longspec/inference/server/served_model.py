@@ -16,7 +16,6 @@ from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, with_word_ids
 
-BASIC = ("temperature", "top_p", "top_k")
 SETTINGS: dict[str, Any] = {"temperature": 1.0, **FILTERS, **TOKEN_OPTIONS}
 """The settings of a request that a generation config may have, with the values of the target's own distribution."""
 
@@ -50,7 +49,7 @@ class ServedModel:
     def described_defaults(self) -> str:
         """A line on the settings of requests that name none."""
         values = self._settings({})
-        shown = {name: value for name, value in values.items() if name in BASIC or value != SETTINGS[name]}
+        shown = {name: value for name, value in values.items() if name == "temperature" or value != SETTINGS[name]}
         return f"{', '.join(f'{name} {shorten(str(value), 60)}' for name, value in shown.items())} by default"
 
     def _settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
