@@ -27,8 +27,7 @@ from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
 SORTED_BATCHES = 16
-"""Prompts, as a multiple of those that are answered at a time, of which the longest starts first. Hardly more answers
-wait to be printed."""
+"""Prompts, as a multiple of those that are answered at a time, of which the longest starts first."""
 
 
 @dataclass

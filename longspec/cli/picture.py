@@ -23,4 +23,3 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
     with os_errors(f"--png {path}: cannot be written"):
         figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)

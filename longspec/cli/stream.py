@@ -44,8 +44,9 @@ class AnswerStream:
         self.console.print()
 
     def _print(self, piece: str, origin: Origin) -> None:
-        self.text += piece
-        self.console.print(Text(printable(piece), STYLES[origin]), end="", soft_wrap=True)
+        if piece:
+            self.text += piece
+            self.console.print(Text(printable(piece), STYLES[origin]), end="", soft_wrap=True)
 
     def note_sigint(self, number: int, frame: FrameType | None) -> None:
         """A handler of SIGINT: the first one ends the answer after its next token, and a second one immediately."""
