@@ -65,8 +65,8 @@ def bench(
     if options.measure_again:
         forget_times()
     console = Console(stderr=True, highlight=False)
-    with console.status("measuring"):
-        summary = compare(loaded, asked, sampling)
+    with console.status("measuring") as status:
+        summary = compare(loaded, asked, sampling, lambda method: status.update(f"measuring {method}"))
     console.print(result_table(summary))
     for method, reason in summary["skipped"].items():
         console.print(f"{method}: skipped, {reason}", markup=False)

@@ -1,6 +1,6 @@
 """The comparison of a pair's methods on the same prompts: tokens per second, acceptance, time to first token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +21,14 @@ WARM_UP_TOKENS = 16
 SEED = 0
 
 
-def compare(pair: LoadedPair, prompts: Sequence[Prompt], sampling: SamplingOptions) -> dict[str, Any]:
+def compare(
+    pair: LoadedPair, prompts: Sequence[Prompt], sampling: SamplingOptions, report: Callable[[str], object]
+) -> dict[str, Any]:
     """Measure each method that the pair has a draft for. Returns a summary.
 
-    The methods take turns at each prompt, so that a device whose speed changes affects all of them alike. Raises
-    UserError, with its location, for a prompt that the target cannot take.
+    The methods take turns at each prompt, so that a device whose speed changes affects all of them alike. report:
+    called with a method before it answers a prompt. Raises UserError, with its location, for a prompt that the target
+    cannot take.
     """
     run = PromptRun(pair, prompts, sampling, batch_size=1, seed=SEED)
     token_ids = list(run.token_ids.values())
@@ -42,6 +45,7 @@ def compare(pair: LoadedPair, prompts: Sequence[Prompt], sampling: SamplingOptio
         answer(max(token_ids, key=len), warm_up, method)
     for prompt in token_ids:
         for method, answers in outputs.items():
+            report(method)
             answers.append(answer(prompt, sampling, method))
 
     methods = {method: figures(answers, outputs["vanilla"]) for method, answers in outputs.items()}

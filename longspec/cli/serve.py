@@ -1,13 +1,19 @@
 """`longspec serve`: the options of the HTTP server; `longspec.inference.server` holds it."""
 
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from longspec.cli.options import DraftingOptions, MethodOptions, PairArgument, PairOptions, command, option
 from longspec.errors import UserError
 from longspec.extras import extra
+
+if TYPE_CHECKING:
+    from longspec.cli.pair import LoadedPair
+    from longspec.data.aligners import Turn
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -71,7 +77,8 @@ def serve(
         rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
         arguments |= {"max_rows": rows, "max_queue": options.max_queue, "deterministic": source.deterministic}
         scheduler = Scheduler(loaded.model, loaded.method, **arguments)
-        name, encode, longest = options.served_name or loaded.name, loaded.encode, scheduler.longest
+        name, longest = options.served_name or loaded.name, scheduler.longest
+        encode = _encoder(loaded, source.chat_template_kwargs)
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
         served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, config)
         weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
@@ -89,3 +96,15 @@ def serve(
             raise UserError(f"{loaded.name}: {error}") from error
         finally:
             scheduler.close()
+
+
+def _encoder(loaded: "LoadedPair", chat_template_kwargs: str | None) -> Callable[..., list[list[int]]]:
+    """`ServedModel.encode` of a pair. chat_template_kwargs: the command's, which would replace those of a request."""
+    fixed = json.loads(chat_template_kwargs or "{}")
+
+    def encode(prompts: "Sequence[str | list[Turn]]", variables: Mapping[str, Any] | None = None) -> list[list[int]]:
+        for name in fixed.keys() & (variables or {}):
+            raise UserError(f"chat_template_kwargs: {name} is fixed by the server's --chat_template_kwargs")
+        return loaded.encode(prompts, variables)
+
+    return encode

@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,12 @@ from longspec.cli.prompts import decoded
 from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.errors import UserError, os_errors
+from longspec.inference.generate import GenerationOutput
 from longspec.signals import handled
 
 HELP = """\
 /file PATH  put the text of a file before the next message
+/stats      speed and acceptance of all answers so far
 /reset      forget the conversation
 /help       this list
 /quit       end the chat, as Ctrl-D does
@@ -35,6 +38,9 @@ class Session:
     system: str | None = None
     seed: int | None = None
     """Answer n of a conversation uses seed + n; None draws from torch's global generator."""
+
+    answered: list[GenerationOutput] = field(default_factory=list)
+    """The answers that were not stopped."""
 
     def __post_init__(self) -> None:
         self.reset()
@@ -54,10 +60,11 @@ class Session:
         if pair.method != "vanilla" and self.console.color_system and not self.console.no_color:
             self.console.print(LEGEND)
         if sys.stdin.isatty():
-            import readline  # line editing and history in `input`
+            with suppress(ImportError):  # some builds of Python lack it
+                import readline  # line editing and history in `input`
 
-            # Pasted lines arrive as one; Python switches it off for its own prompt.
-            readline.parse_and_bind("set enable-bracketed-paste on")
+                # Pasted lines arrive as one; Python switches it off for its own prompt.
+                readline.parse_and_bind("set enable-bracketed-paste on")
         # Python's own handler raises KeyboardInterrupt; the command has another one.
         with handled(signal.SIGINT, signal.default_int_handler):
             while (line := self._read()) is not None and line != "/quit":
@@ -69,6 +76,8 @@ class Session:
             command, _, argument = line.partition(" ")
             if line == "/help":
                 self.console.print(HELP, markup=False)
+            elif line == "/stats":
+                self.console.print(describe(self.answered) if self.answered else "no answer yet")
             elif line == "/reset":
                 self.reset()
                 self.console.print("The conversation is empty.")
@@ -85,14 +94,18 @@ class Session:
         # The whole conversation is encoded again, because a template can show old turns differently from the newest.
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
-        free_positions = max(1, self.pair.positions - len(prompt))  # a conversation that is too long is refused
+        free_positions = self.pair.positions - len(prompt)
+        if free_positions < 1:
+            problem = f"has {len(prompt)} tokens, but the target takes {self.pair.positions}; start over with /reset"
+            raise UserError(f"the conversation {problem}")
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
         seed = None if self.seed is None else self.seed + len(self.turns) // 2
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
                 output = self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
-            self.console.print(f"[dim]{describe(output)}[/]")
+            self.answered.append(output)
+            self.console.print(f"[dim]{describe([output])}[/]")
         except KeyboardInterrupt:
             self.console.print("[dim](stopped)[/]")
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.

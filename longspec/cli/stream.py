@@ -1,5 +1,6 @@
 """Printing an answer while it is generated: text piece by piece, colored by origin, and its figures."""
 
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from longspec.inference.detokenizer import Detokenizer, printable
 from longspec.inference.engine.requests import Origin
 from longspec.inference.generate import GenerationOutput
+from longspec.inference.stats import pool
 
 STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
 """Sky blue and orange of the Okabe-Ito palette, which color-blind readers can tell apart."""
@@ -55,11 +57,11 @@ class AnswerStream:
         self.stopped = True
 
 
-def describe(output: GenerationOutput) -> str:
-    """One line of figures for an answer."""
-    stats = output.stats
-    parts = [f"{len(output.new_tokens[0])} tokens"]
+def describe(answers: Sequence[GenerationOutput]) -> str:
+    """One line of figures for answers."""
+    stats = pool([answer.stats for answer in answers])
+    parts = [f"{sum(len(answer.new_tokens[0]) for answer in answers)} tokens"]
     if stats.rounds:
         parts += [f"{stats.tokens_per_second:.1f} tokens/s", f"{stats.mean_acceptance_length:.2f} tokens per pass"]
-    parts.append(f"first token after {stats.ttft_s:.2f} s")
+    parts.append(f"first token after {stats.ttft_s / len(answers):.2f} s")
     return ", ".join(parts)

@@ -3,11 +3,13 @@
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longspec.cli.options import command, option
 from longspec.errors import UserError
 from longspec.extras import extra
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
+LAUNCH = "Launch"
 HOSTFILE = Path("/job/hostfile")
 """The hosts of a launch, which DeepSpeed's launcher reads if the file exists."""
 COUNTED_BYTES = 2**30
@@ -27,29 +30,43 @@ def _complete(incomplete: str) -> list[str]:
     return sorted(file.stem for file in (ROOT / CONFIGS).glob(f"{incomplete}*.yaml"))
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    num_gpus: int | None = option(None, "Number of ranks.", LAUNCH, min=1, show_default="all GPUs")
+    include: str | None = option(None, "Hosts and GPUs, such as localhost:0,1.", LAUNCH)
+    master_port: int | None = option(None, "Port of rank 0.", LAUNCH, min=1, max=65535, show_default="29500")
+    config_dir: Path | None = option(None, "Configuration folder.", LAUNCH, show_default=str(CONFIGS))
+    dry_run: bool = option(False, "Check the configuration and print what follows from it and the launch line.", LAUNCH)
+
+
+@command()
 def train(
-    config: Annotated[str, typer.Argument(help="Name of a file in conf/exp, without .yaml.", autocompletion=_complete)],
+    config: Annotated[
+        str,
+        typer.Argument(help="Name of a file in the configuration folder, without .yaml.", autocompletion=_complete),
+    ],
+    options: LaunchOptions,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Values that replace those of the configuration: key=value.")
     ] = None,
-    num_gpus: Annotated[
-        int | None, typer.Option("--num_gpus", help="Number of ranks.", min=1, show_default="all GPUs")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry_run", help="Check the configuration and print what follows from it.")
-    ] = False,
 ) -> None:
     """Train a draft: check a configuration, print DeepSpeed's launch line for it and run it."""
-    line = launch_line(config, overrides or [], [] if num_gpus is None else gpu_options(num_gpus))
+    if options.include is not None and options.num_gpus is not None:
+        raise UserError("--include, --num_gpus: give one of them")
+    parts = [] if options.num_gpus is None else gpu_options(options.num_gpus)
+    for name in ("include", "master_port"):
+        if (value := getattr(options, name)) is not None:
+            parts += [f"--{name}", str(value)]
+    line = launch_line(config, overrides or [], parts, options.config_dir)
     with extra("train"):
         from longspec.train.config import load_config
-    ranks = known_ranks(num_gpus)
+    ranks = known_ranks(options)
     # Checked here, so that an error is not followed by the launcher's messages.
     settings = load_config(line[line.index("-cp") :], ranks)
-    if dry_run and settings is not None:
+    if options.dry_run and settings is not None:
         print(plan(settings, ranks))
     print(shlex.join(line), flush=True)
-    if not dry_run:
+    if not options.dry_run:
         if not on_gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
         os.execv(line[0], line)
@@ -62,13 +79,18 @@ def on_gpus() -> bool:
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
-def known_ranks(num_gpus: int | None) -> int | None:
-    """The number of ranks of a launch: the given one, or that of the GPUs of this host; None if neither tells it."""
+def known_ranks(options: LaunchOptions) -> int | None:
+    """The number of ranks of a launch: that of the options, or of all GPUs; None if neither tells it."""
     import torch
 
     if HOSTFILE.exists():
         return None
-    return num_gpus or (torch.cuda.device_count() if on_gpus() else None)
+    if options.num_gpus is not None:
+        return options.num_gpus
+    if options.include is None:
+        return torch.cuda.device_count() if on_gpus() else None
+    devices = [host.partition(":")[2] for host in options.include.split("@")]
+    return sum(len(numbers.split(",")) for numbers in devices) if all(devices) else None
 
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
@@ -111,11 +133,15 @@ def gpu_options(count: int) -> list[str]:
     return ["--include", f"localhost:{','.join(visible[:count])}"]
 
 
-def launch_line(config: str, overrides: list[str], options: list[str]) -> list[str]:
+def launch_line(config: str, overrides: list[str], options: list[str], config_dir: Path | None = None) -> list[str]:
     """The command line of a training run. options: those of DeepSpeed's launcher. Raises UserError."""
     trainer = ROOT / TRAINER
+    folder = (config_dir or ROOT / CONFIGS).absolute()
     if not trainer.is_file():
         raise UserError(f"{trainer}: not found; training runs from a clone of the repository (pip install -e .)")
+    for override in overrides:
+        if "=" not in override:
+            raise UserError(f"{override}: not an override; write key=value")
     # The launcher would repeat the whole command after the error that ended the run.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", *options]
-    return [*launcher, str(trainer), "-cp", str(ROOT / CONFIGS), "-cn", config, *overrides]
+    return [*launcher, str(trainer), "-cp", str(folder), "-cn", config, *overrides]

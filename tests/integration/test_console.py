@@ -306,11 +306,11 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
     loaded, sampling = pairs.open_pair(PairOptions(str(target)), "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
-    output = said(session, "abcabcabc", "again", "/help")
+    output = said(session, "abcabcabc", "again", "/stats", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
     assert output.count(f"\x1b[38;2;{red};{green};{blue}m") >= 2
     assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
-    assert "/file PATH" in output and output.count("40 tokens") == 2
+    assert "/file PATH" in output and output.count("40 tokens") == 2 and "80 tokens" in output
     first = session.turns[2]
     said(session, "/reset")
     assert [turn["role"] for turn in session.turns] == ["system"]
@@ -341,7 +341,7 @@ def test_an_answer_cannot_control_the_terminal() -> None:
 
 def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
-    error = "error: prompt of 4510 tokens + max_new_tokens 1: 4511 tokens, more than the 4096 positions"
+    error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
     assert error in said(session, "x" * 4500)
     assert session.turns == []
     assert "8 tokens" in said(session, "hello")
@@ -410,7 +410,7 @@ def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
         chat.until(r"\(stopped\).*> ")
     # Of a conversation that is too long, the message tells the tokens: those of both questions and of both answers.
     chat.type(f"{'x' * 4000}\n")
-    tokens = int(re.findall(r"prompt of (\d+) tokens", chat.until(r"error: .*positions.*> "))[0])
+    tokens = int(re.findall(r"has (\d+) tokens", chat.until(r"error: .*/reset.*> "))[0])
     assert tokens > len("<user>hel\nlo<a>more") + 4000 + 100
     # Python looks at a signal when readline's wait for a key is interrupted, so the wait must have begun.
     while psutil.Process(chat.pid).status() != psutil.STATUS_SLEEPING:

@@ -110,7 +110,7 @@ def test_an_answer_without_a_limit_fits_into_a_row(tmp_path: Path, monkeypatch: 
 
 
 def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the template does not have change nothing; those of the command stay."""
+    """Those that the template does not have change nothing; those of the command cannot be set."""
     printable_pair(tmp_path)
     template = "{% if shout is defined %}<{{ shout }}>{% endif %}{{ depth }}" + TEMPLATE
     byte_tokenizer(template).save_pretrained(tmp_path)
@@ -130,10 +130,12 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
     serve_to(probe, monkeypatch)
     command = ["serve", str(tmp_path), "--port", "0", "--chat_template_kwargs", '{"depth": 1}']
     assert CliRunner().invoke(app, command).exit_code == 0
-    *answered, refused = replies
-    plain, shouted, deeper = (reply.json()["usage"]["prompt_tokens"] for reply in answered)
-    assert shouted - plain == len("<hey>") and deeper == plain
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+    *answered, fixed, failed = replies
+    plain, shouted = (reply.json()["usage"]["prompt_tokens"] for reply in answered)
+    assert shouted - plain == len("<hey>")
+    assert [reply.status_code for reply in (fixed, failed)] == [400, 400]
+    assert "depth is fixed" in fixed.json()["error"]["message"]
+    assert [reply.json()["error"]["param"] for reply in (fixed, failed)] == ["chat_template_kwargs", "messages"]
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])

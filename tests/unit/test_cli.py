@@ -78,7 +78,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["generate", "hello", "--seed"], "'--seed' requires an argument (see --help)"),
         (["no_such_command"], "'no_such_command'"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
-        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "missing EQUAL"),
+        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "key=value"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
         monkeypatch.setattr(sys, "argv", ["longspec", *given])
@@ -110,6 +110,8 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "derived"),
     [
+        (["--include", "localhost:0,1"], ["step: 4 rows of up to 128 tokens, 512 in all"]),
+        (["--include", "localhost"], []),
         (["--num_gpus", "2", "hostfile"], []),
         (["max_steps=1200"], ["run: 1,200 steps"]),
         (

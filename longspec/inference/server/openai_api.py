@@ -92,7 +92,7 @@ class Generation(Strict):
     top_k: int | None = Field(default=None, lt=2**31)
     """0 and -1 keep all tokens."""
     min_p: float | None = None
-    typical_p: float | None = None
+    typical_p: float | None = Field(default=None, validation_alias=AliasChoices("typical_p", "typ_p", "typical"))
     epsilon_cutoff: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None

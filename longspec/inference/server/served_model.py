@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from longspec.data.records import RecordError
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.engine.requests import Request
@@ -103,7 +104,7 @@ class ServedModel:
         variables = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
         try:
             return self.encode([[message.turn for message in body.messages]], variables)
-        except UserError as error:  # the chat template fails
+        except RecordError as error:  # the chat template fails
             raise ApiError(400, f"messages: {error}", "messages") from error
 
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
