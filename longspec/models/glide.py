@@ -22,7 +22,7 @@ from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import gather_heads
 from longspec.models.pretrained import PretrainedPairMixin, copy_loading
 from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, LayerInputs, last_keys_values, run_backbone
-from longspec.models.target_files import at_revision, checked_dtype, without_memory
+from longspec.models.target_files import checked_dtype, without_memory
 from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import take_sample, warn_if_other_target
 
@@ -88,7 +88,6 @@ class GlideMixin(PretrainedPairMixin):
         with without_memory(config):
             super().__init__(config)
         self.use_flash = resolve_attention(attn_implementation).startswith("flash")
-        loading |= at_revision(loading.pop("revision", None))
         target = self._load_target(config, target_model_path, dtype=checked_dtype(torch_dtype), **loading)
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head

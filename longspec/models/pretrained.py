@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,11 +27,11 @@ from longspec.models.draft_layer import OPTION_KEYS, GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
-from longspec.models.target_files import check_no_adapter, check_target, check_target_path, local_target, read_config
+from longspec.models.target_files import check_no_adapter, check_target, local_target, read_config
 from longspec.models.target_sample import TargetSample, take_sample
 from longspec.models.target_split import has_parts, rank_config, read_part
 from longspec.models.weight_checks import check_all_used, check_weights
-from longspec.models.weight_files import cached_folder, stored_weights, weight_errors, without_bar
+from longspec.models.weight_files import stored_weights, weight_errors, without_bar
 
 LOADED_WITH = (
     "hf_device_map",
@@ -222,16 +221,12 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
     def _read_target(self, config: PreTrainedConfig, path: str | Path, options: dict[str, Any]) -> PreTrainedModel:
         """The weights of the target, or of this rank's part of it, in modules of `config`. options: arguments of
         transformers' `from_pretrained`."""
-        folder = self.shard_path(path)
-        check_target_path(folder)
-        revision = options.get("revision")
+        folder = local_target(self.shard_path(path), options.pop("revision", None))
         rank, world = model_parallel_rank_and_size()
-        is_cut = world > 1 and not has_parts(path, world)
-        if is_cut:
-            folder = str(local_target(folder, options.pop("revision", None)))
-        check_weights(folder, config, revision)
-        if is_cut:  # only this rank's part of each weight is read
-            options["state_dict"] = read_part(Path(folder), rank, world)
+        check_no_adapter(folder)
+        check_weights(folder, config)
+        if world > 1 and not has_parts(path, world):  # only this rank's part of each weight is read
+            options["state_dict"] = read_part(folder, rank, world)
         elif (
             options["dtype"] not in ("auto", config.dtype)
             and options.get("quantization_config") is None
@@ -239,26 +234,20 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             and not is_deepspeed_zero3_enabled()
         ):
             # The weights are cast: transformers would keep whole files in memory, next to those of another dtype.
-            options["state_dict"] = stored_weights(Path(folder))
+            options["state_dict"] = stored_weights(folder)
         has_weights = options.get("state_dict") is not None
         options |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
-        # Files on disk are read in seconds. A download keeps its bars.
-        is_local = has_weights or Path(folder).is_dir() or cached_folder(folder, revision) is not None
-        with weight_errors(f"{folder}: the target's weights do not load"), without_bar() if is_local else nullcontext():
+        with weight_errors(f"{folder}: the target's weights do not load"), without_bar():
             target, info = self.target_class.from_pretrained(None if has_weights else folder, **options)
-            if has_weights:
-                target.config.name_or_path = target.name_or_path = folder
-                if Path(folder, "generation_config.json").is_file():
-                    target.generation_config = GenerationConfig.from_pretrained(folder)
+            target.config.name_or_path = target.name_or_path = str(path)
+            if has_weights and (folder / "generation_config.json").is_file():
+                target.generation_config = GenerationConfig.from_pretrained(folder)
         # transformers initializes missing weights at random and only warns.
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(
                 f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
                 f"{absent[0]}"
             )
-        if not Path(folder).is_dir():
-            check_no_adapter(folder, revision)
-            check_weights(folder, config, revision)  # now they are in the hub's cache
         check_all_used(info["unexpected_keys"], folder, config)
         # The draft, its cache and the target's last layer exchange tensors in every round.
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:

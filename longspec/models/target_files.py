@@ -13,7 +13,6 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.utils import find_adapter_config_file
 
 from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line, os_errors
@@ -30,6 +29,10 @@ ADAPTER_FILES = (
     "lit_model*.lora*",
 )
 """Files of PEFT, MLX, diffusers, torchtune and LitGPT."""
+TARGET_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+"""Files of a target that are fetched from the hub."""
+ORIGINAL_PATTERNS = ("original/*", "consolidated*")
+"""Copies of the weights in other formats, in repositories of Llama and Mistral."""
 HUB_ERRORS = (OSError, HFValidationError)
 FILE_ERRORS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
@@ -56,7 +59,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         if not (Path(path) / "config.json").is_file():
             raise UserError(f"{path}: no model checkpoint (no config.json there); give a target's folder or hub id")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, **at_revision(revision))
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, revision=revision or "main")
     except FILE_ERRORS as error:
         reason = first_line(error)
         raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
@@ -72,22 +75,13 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
     return dtype
 
 
-def check_no_adapter(path: str | Path, revision: str | None = None) -> None:
-    """Raise UserError for a folder or hub id with a LoRA or other PEFT adapter, which would not be applied."""
-    if os.path.isdir(path):
-        found = [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]
-    else:
-        found = [Path(file)] if (file := find_adapter_config_file(str(path), revision=revision)) else []
-    if found:
+def check_no_adapter(path: str | Path) -> None:
+    """Raise UserError for a folder with a LoRA or other PEFT adapter, which would not be applied."""
+    if found := [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]:
         raise UserError(
             f"{path}: holds an adapter ({found[0].name}), which would not be applied; merge it into its model with "
             "peft's merge_and_unload(), save that and give its folder, or remove the adapter's files"
         )
-
-
-def at_revision(revision: str | None) -> dict[str, str]:
-    """The keyword argument for a revision on the hub; none for the default revision."""
-    return {} if revision is None else {"revision": revision}
 
 
 def check_target_path(path: str | Path) -> None:
@@ -158,11 +152,15 @@ def _as_list(ids: Any) -> list[Any]:
 
 
 def local_target(target: str, revision: str | None = None) -> Path:
-    """The folder of a target; a hub id is fetched. Raises UserError."""
+    """The folder of a target; a hub id is fetched, unless its cache has the files. Raises UserError."""
     check_target_path(target)
     if Path(target).is_dir():
         return Path(target)
-    return fetched(target, "neither a folder nor a hub id", revision=revision)
+    options = {"revision": revision, "ignore_patterns": ORIGINAL_PATTERNS}
+    folder = fetched(target, "no model checkpoint", **options, allow_patterns=TARGET_PATTERNS)
+    if not any(folder.glob("*.safetensors")):
+        folder = fetched(target, "no model checkpoint", **options, allow_patterns="*.bin")
+    return folder
 
 
 def fetched(hub_id: str | Path, problem: str, **options: Any) -> Path:

@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 from zipfile import BadZipFile
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -20,7 +19,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_vocabulary import MAPS
-from longspec.models.target_files import HUB_ERRORS
 from longspec.untrusted import check_regular
 
 WEIGHT_ERRORS = (
@@ -32,6 +30,8 @@ LFS_POINTER = b"version https://git-lfs"
 SCALE = "_scale"
 """Suffix of the name of a matrix's scales."""
 LARGEST = 127
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that need no scale."""
 PICKLE_BYTES = 2**24
 """Size limit of the pickle inside a `.pth` archive, which holds names and shapes."""
 
@@ -54,16 +54,6 @@ def weight_files(source: Path) -> list[Path]:
         world = part.name.rpartition("-")[2]
         raise UserError(f"{source}: a target split for {world} ranks; it needs tp_size {world}")
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
-
-
-def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder of a target in the hub's cache, if it holds all weights. Does not use the network."""
-    try:
-        folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
-        weight_files(folder)
-    except (*HUB_ERRORS, UserError):
-        return None
-    return folder
 
 
 def check_start(file: Path) -> None:
@@ -116,9 +106,7 @@ class StoredWeight:
 
 
 def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
-    """The weights of a local target by name, None unless it is a folder with safetensors. Raises UserError."""
-    if not folder.is_dir():
-        return None
+    """The weights of a target by name, None unless they are safetensors. Raises UserError."""
     files = weight_files(folder)
     if any(file.suffix != ".safetensors" for file in files):
         return None
@@ -189,7 +177,7 @@ def _is_dense(value: object) -> TypeGuard[Tensor]:
 
 def is_plain(weight: object) -> bool:
     """Whether a value is a dense floating-point tensor that holds data."""
-    return _is_dense(weight) and weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    return _is_dense(weight) and weight.dtype in FLOATING
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
