@@ -18,7 +18,7 @@ from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDeco
 from longspec.models.draft_vocabulary import MAPS, maps_problem
 from longspec.models.target_files import check_hub_id, fetched, without_memory
 from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
-from longspec.models.weight_files import dequantized, is_plain, read_metadata, read_weights
+from longspec.models.weight_files import FLOATING, dequantized, read_metadata, read_weights
 from longspec.untrusted import read_json, read_yaml
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
@@ -106,7 +106,7 @@ def fit_draft(state: Mapping[str, Tensor], layer: Draft, source: str) -> dict[st
     faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
     faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]
     for name, weight in weights.items():
-        if not is_plain(weight):
+        if weight.dtype not in FLOATING:
             faults.append(f"{name} is no floating-point tensor")
         elif name in expected and weight.shape != expected[name]:
             faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name])}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, TypeGuard
+from typing import Any
 from zipfile import BadZipFile
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_vocabulary import MAPS
 from longspec.untrusted import check_regular
 
 WEIGHT_ERRORS = (
@@ -32,8 +31,6 @@ SCALE = "_scale"
 LARGEST = 127
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that need no scale."""
-PICKLE_BYTES = 2**24
-"""Size limit of the pickle inside a `.pth` archive, which holds names and shapes."""
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -90,7 +87,7 @@ def opened(file: Path) -> Iterator[dict[str, Any]]:
             with safe_open(file, "pt") as weights:
                 yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
         else:
-            yield torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            yield _load_pickle(file)
 
 
 class StoredWeight:
@@ -136,48 +133,17 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     result keeps the `_metadata` of the state dict that was saved."""
     with weight_errors(f"{file}: not a readable file of plain weights"):
         check_start(file)
-        state = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
+        state = load_file(file) if file.suffix == ".safetensors" else _load_pickle(file)
     if not isinstance(state, dict) or not all(
-        isinstance(name, str) and _is_readable(name, w) for name, w in state.items()
+        isinstance(name, str) and isinstance(weight, Tensor) for name, weight in state.items()
     ):
         raise UserError(f"{file}: not a dictionary of plain weights")
     return state
 
 
-def _read_pickle(file: Path) -> Any:
-    """The content of a `.pth`; the unpickler creates only tensors and containers. Raises WEIGHT_ERRORS."""
-    with file.open("rb") as handle:
-        # "P" starts a zip archive (PK), 0x80 a pickle of protocol 2 or later.
-        if handle.read(1) not in (b"P", b"\x80"):
-            raise ValueError("neither a .pth archive nor a pickle")
-    if not zipfile.is_zipfile(file):
-        return torch.load(file, map_location="cpu", weights_only=True)
-    with zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            # A compressed archive can expand to a thousand times its size.
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("a compressed archive, which torch.save does not write")
-            # A large pickle takes memory long before its content can be checked.
-            if member.filename.endswith(".pkl") and member.file_size > PICKLE_BYTES:
-                raise ValueError(f"its pickle has {member.file_size} bytes; at most {PICKLE_BYTES}")
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _is_readable(name: str, value: object) -> bool:
-    """Whether a value is a weight, which may be stored in 8 bits, or a tensor of a draft's vocabulary list."""
-    if is_plain(value):
-        return True
-    return _is_dense(value) and (value.dtype == torch.int8 or name.rpartition(".")[2] in MAPS)
-
-
-def _is_dense(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a dense tensor that holds data."""
-    return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided and not value.is_nested
-
-
-def is_plain(weight: object) -> bool:
-    """Whether a value is a dense floating-point tensor that holds data."""
-    return _is_dense(weight) and weight.dtype in FLOATING
+def _load_pickle(file: Path) -> Any:
+    """The content of a pickle; the unpickler creates only tensors and containers. An archive is mapped."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
