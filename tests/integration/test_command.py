@@ -214,7 +214,6 @@ def refused(
         (["--tree_shape"], "tree_shape: empty"),
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
-        (["--tree_shape", "auto"], "use --method auto, which chooses the tree in each round"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
         (["--max_gen_len", "4090"], "4096 positions"),
         (["--temperature", "-1"], "temperature: -1.0"),
