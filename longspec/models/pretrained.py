@@ -1,7 +1,6 @@
 """Loading and saving a pair, with the conventions of transformers' `from_pretrained` and `save_pretrained`."""
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +14,6 @@ from longspec.errors import UserError
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
-    DRAFT_PREFIX,
     asked_options,
     check_finite,
     draft_of_pair,
@@ -42,7 +40,6 @@ LOADED_WITH = (
     "is_loaded_in_8bit",
 )
 """Attributes that transformers' `from_pretrained` sets on a model for its `to` and `save_pretrained`."""
-HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "revision", "token")
 
 
 def copy_loading(source: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -87,7 +84,6 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         revision: str | None = None,
         device_map: Any = None,
         quantization_config: Any = None,
-        **unknown: Any,
     ) -> Self:
         """The target at `path` (folder or hub id), in eval mode, with a draft.
 
@@ -101,19 +97,8 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         of a draft that is not GLIDE (see docs/own-draft.md); None is the saved draft's own. ignore_mismatched_sizes has
         no effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for
         all.
-        Raises UserError, also for unknown arguments and a draft that does not fit.
+        Raises UserError, also for a draft that does not fit.
         """
-        if unknown:
-            raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
-        for name, value, types in (
-            ("path", path, str | os.PathLike),
-            ("glide_path", glide_path, str | os.PathLike | None),
-            ("state_dict", state_dict, Mapping | None),
-            ("pad_token_id", pad_token_id, int | None),
-        ):
-            if not isinstance(value, types) or isinstance(value, bool):
-                raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
-
         # An argument takes precedence over the state dict's metadata.
         glide = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
         named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in glide.items() if value is not None}
@@ -162,44 +147,29 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         self,
         save_directory: str | Path,
         is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
         """Save the target as transformers does and the draft, with its options, in the subfolder `draft`.
 
-        `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
-        of the whole pair to save instead of the current ones. push_to_hub uploads both. Other arguments are those of
-        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
-        push_to_hub with a state_dict.
+        `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. Other arguments are
+        those of transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
+        arguments that would lose the draft.
         """
         if model_parallel_rank_and_size()[1] > 1:
             raise UserError("save_pretrained: this rank has only a part of the target; save in a single process")
-        if push_to_hub and state_dict is not None:
-            raise UserError("push_to_hub: not with state_dict; save without it, then run `hf upload` on the folder")
-        folder = Path(save_directory)
-        if (folder / DRAFT_FOLDER).is_symlink():
-            raise UserError(f"{folder / DRAFT_FOLDER}: a link; remove it, because the draft is saved in this folder")
-
-        # transformers would upload the target alone, before the draft is written.
-        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
-        target = None
-        draft = self.draft_model.state_dict()
-        if state_dict is not None:
-            target = {name: weight for name, weight in state_dict.items() if not name.startswith(DRAFT_PREFIX)}
-            draft = fit_draft(state_dict, self.draft_model, "state_dict")
+        if kwargs.get("push_to_hub") or kwargs.get("state_dict"):
+            raise UserError("save_pretrained: takes neither push_to_hub nor state_dict; call push_to_hub() instead")
         # An ordinary transformers model that shares the target's modules. Those that are replaced take no memory.
         with torch.device("meta"):
             alone = self.target_class(copy.deepcopy(self.config))
         alone.model, alone.lm_head, alone.generation_config = self.model, self.lm_head, self.generation_config
         copy_loading(self, alone)
-        alone.save_pretrained(folder, is_main_process, target, **kwargs)
+        alone.save_pretrained(save_directory, is_main_process, **kwargs)
         if is_main_process:
-            options = self.draft_model.options
+            draft, options = self.draft_model.state_dict(), self.draft_model.options
             sample = self.draft_target or take_sample(self, str(self.config.name_or_path))
-            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, options, self.draft_is_trained, sample)
-            if push_to_hub:
-                self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+            folder = Path(save_directory, DRAFT_FOLDER)
+            save_draft_folder(draft, self.config, folder, options, self.draft_is_trained, sample)
 
     @classmethod
     def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
@@ -219,8 +189,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         return target
 
     def _read_target(self, config: PreTrainedConfig, path: str | Path, options: dict[str, Any]) -> PreTrainedModel:
-        """The weights of the target, or of this rank's part of it, in modules of `config`. options: arguments of
-        transformers' `from_pretrained`."""
+        """The weights of the target, or of this rank's part of it, in modules of `config`."""
         folder = local_target(self.shard_path(path), options.pop("revision", None))
         rank, world = model_parallel_rank_and_size()
         check_no_adapter(folder)
