@@ -21,7 +21,7 @@ from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import read_config
 from longspec.models.weight_checks import check_weights
-from longspec.models.weight_files import FLOATING, opened, weight_files
+from longspec.models.weight_files import FLOATING, stored_weights
 from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -124,7 +124,7 @@ def split_target(source: Path, output: Path, world: int) -> None:
     for a target that cannot be split or read."""
     config = read_config(source)
     check_divisible(config, world, source)
-    weight_files(source)
+    stored_weights(source)
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
 
@@ -141,12 +141,11 @@ def split_target(source: Path, output: Path, world: int) -> None:
 
 
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory. Raises
-    UserError (see `part_of`)."""
+    """One rank's parts of weights, tensors or StoredWeights. The parts own their memory. Raises UserError (see
+    `part_of`)."""
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
-        part = weight[part_of(name, tuple(shape), rank, world)]
+        part = weight[part_of(name, tuple(weight.shape), rank, world)]
         if part.dtype not in FLOATING:
             raise UserError(f"weight {name}: stored as {part.dtype}; use the target's unquantized weights")
         parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
@@ -157,11 +156,7 @@ def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, 
 
 def read_part(source: Path, rank: int, world: int) -> dict[str, Tensor]:
     """One rank's part of the target in the folder `source`, which is not split. Raises UserError."""
-    parts: dict[str, Tensor] = {}
-    for file in weight_files(source):
-        with opened(file) as weights:
-            parts |= cut_weights(weights, rank, world)
-    return parts
+    return cut_weights(stored_weights(source), rank, world)
 
 
 def _copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:

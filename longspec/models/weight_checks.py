@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from longspec.errors import UserError
-from longspec.models.weight_files import FLOATING, check_start, opened, stored_weights, weight_files
+from longspec.models.weight_files import FLOATING, check_start, stored_weights, weight_files
 
 DTYPES = {*FLOATING, "F64", "F32", "F16", "BF16"}
 """The dtypes that need no scale, also by safetensors' names."""
@@ -28,13 +28,11 @@ def check_weights(target: str | Path, config: PreTrainedConfig) -> None:
     headers of the files. A hub id is checked once it is fetched."""
     if not Path(target).is_dir():
         return
-    files = weight_files(Path(target))
-    for file in files:
+    for file in weight_files(Path(target)):
         check_start(file)
     dtypes: dict[str, str | torch.dtype] = {}
-    for file in files:
-        with suppress(UserError), opened(file) as weights:  # loading reports what cannot be read
-            dtypes |= {name: _dtype(weight) for name, weight in weights.items()}
+    with suppress(UserError):  # loading reports what cannot be read
+        dtypes = {name: weight.dtype for name, weight in stored_weights(Path(target)).items()}
     raw = [name for name, dtype in dtypes.items() if dtype not in DTYPES]
     problem = "config.json names no quantization method"
     if method := _quant_method(config, target):
@@ -55,7 +53,7 @@ def check_all_used(unexpected: Iterable[str], target: Path, config: PreTrainedCo
     unused = sorted(name for name in unexpected if not name.endswith(CACHE_SCALES) and ".rotary_emb." not in name)
     if unused and all(name.endswith(".bias") for name in unused):
         # Some GPTQ files hold a bias of zeros for every matrix.
-        stored = stored_weights(target) or {}
+        stored = stored_weights(target)
         unused = [name for name in unused if name not in stored or stored[name][:].any()]
     if unused:
         raise UserError(
@@ -79,10 +77,6 @@ def _quant_method(config: PreTrainedConfig, target: str | Path) -> str | None:
             "unquantized weights"
         )
     return str(method)
-
-
-def _dtype(weight: Any) -> str | torch.dtype:
-    return weight.dtype if isinstance(weight, torch.Tensor) else weight.get_dtype()
 
 
 def _named(names: list[str]) -> str:

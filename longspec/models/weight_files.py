@@ -5,6 +5,7 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -78,23 +79,15 @@ def weight_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({reason})") from error
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[dict[str, Any]]:
-    """The weights of a target's file by name; `weight[slices]` reads only that part. No code in the file runs. Raises
-    UserError."""
-    with weight_errors(f"{file}: cannot be read"):
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as weights:
-                yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-        else:
-            yield _load_pickle(file)
-
-
+@dataclass(frozen=True)
 class StoredWeight:
     """A weight in a safetensors file that is read when it is indexed."""
 
-    def __init__(self, file: Path, name: str) -> None:
-        self.file, self.name = file, name
+    file: Path
+    name: str
+    dtype: str
+    """By safetensors' name, such as BF16."""
+    shape: tuple[int, ...]
 
     def __getitem__(self, index: Any) -> Tensor:
         # The mapping of the file ends with the result, so that the pages of other weights take no memory.
@@ -102,16 +95,21 @@ class StoredWeight:
             return weights.get_tensor(self.name)[index]
 
 
-def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
-    """The weights of a target by name, None unless they are safetensors. Raises UserError."""
-    files = weight_files(folder)
-    if any(file.suffix != ".safetensors" for file in files):
-        return None
-    weights: dict[str, StoredWeight] = {}
-    for file in files:
-        with opened(file) as contents:
-            weights |= {name: StoredWeight(file, name) for name in contents}
-    return weights
+def stored_weights(folder: Path) -> dict[str, Any]:
+    """The weights of a target by name: StoredWeights, or mapped tensors of .bin files. Raises UserError."""
+    stored: dict[str, Any] = {}
+    for file in weight_files(folder):
+        with weight_errors(f"{file}: cannot be read"):
+            if file.suffix != ".safetensors":
+                stored |= _load_pickle(file)
+                continue
+            with safe_open(file, "pt") as weights:
+                parts = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+                stored |= {
+                    name: StoredWeight(file, name, part.get_dtype(), tuple(part.get_shape()))
+                    for name, part in parts.items()
+                }
+    return stored
 
 
 @contextmanager
