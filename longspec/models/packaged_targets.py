@@ -75,12 +75,11 @@ def check_reachable(hub_id: str, revision: str | None = None) -> None:
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if try_to_load_from_cache(hub_id, "config.json", revision=revision) is not None:
-        return
     try:
-        HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
+        if try_to_load_from_cache(hub_id, "config.json", revision=revision) is None:
+            HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
     except (OSError, ValueError):
-        return  # an answer of the hub, or offline mode, which transformers explains
+        return  # no hub id, an answer of the hub, or offline mode, which transformers explains
     except Exception as error:  # the HTTP client's errors have no base class that all versions share
         reason = f"{type(error).__name__}: {first_line(error)}"
         advice = f"check the network, or give a target's folder, or one of {', '.join(PACKAGED)}"

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line, os_errors
 from longspec.models.packaged_targets import check_reachable
-from longspec.untrusted import CONFIG_BYTES, check_regular
+from longspec.untrusted import check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ADAPTER_FILES = (
@@ -39,12 +38,12 @@ FILE_ERRORS = (
     *(ImportError, StrictDataclassError),
 )
 """Exceptions of transformers and tokenizers for damaged configuration and tokenizer files."""
+TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 TOKENIZER_BYTES = 2**26
-"""Size limit of a tokenizer file; the largest published ones have about 35 MB."""
+"""Size limit of a tokenizer or a configuration; the largest published ones have about 35 MB."""
 MAX_LAYERS = 1024
 TemplateArguments = Mapping[str, Any] | str | None
 """Variables of a chat template with their values: a mapping, or a JSON object as the commands take it."""
-CONFIG_NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -61,8 +60,9 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, revision=revision or "main")
     except FILE_ERRORS as error:
-        reason = first_line(error)
-        raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+        where = "there" if Path(path).is_dir() else "and no such folder"
+        reason = f"{first_line(error)}); give a target's folder or hub id"
+        raise UserError(f"{path}: no model checkpoint {where} ({reason}") from error
 
 
 def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
@@ -85,35 +85,21 @@ def check_no_adapter(path: str | Path) -> None:
 
 
 def check_target_path(path: str | Path) -> None:
-    """Raise UserError unless `path` is a folder of regular files or could be a hub id."""
+    """Raise UserError for a file, and for a folder with files that are not regular."""
     if os.path.isdir(path):
         check_files(Path(path))
     elif os.path.exists(path):  # unlike pathlib, does not raise for impossible names
         raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
-    else:
-        check_hub_id(path, "no model checkpoint (no such folder); give a target's folder or hub id")
-
-
-def check_hub_id(path: str | Path, problem: str) -> None:
-    """Raise UserError with the text `problem` unless a path that is not on disk could be a hub id."""
-    try:
-        validate_repo_id(str(path))
-    except HFValidationError as error:
-        raise UserError(f"{path}: {problem}") from error
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration. transformers
-    and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed, because the hub's
-    cache consists of them."""
-    # A tokenizer may be large, a configuration never is.
-    limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
+    """Raise UserError for a file in a model's folder that is not regular, or too large to be read into memory.
+    transformers and tokenizers would block on a pipe. Links are followed, because the hub's cache consists of them."""
     with os_errors(f"{folder}: cannot be read"):
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
     for file in files:
         if file.exists() and not file.is_dir():
-            limit = CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix)
-            check_regular(file, limit)
+            check_regular(file, TOKENIZER_BYTES if file.suffix in TEXT_FILES else None)
 
 
 def read_generation_config(path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
