@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,47 +165,44 @@ def draft_settings(path: str | Path) -> DraftSettings:
     # The weight file takes precedence, because it is what users pass around.
     stated = config | {key: _parsed(value) for key, value in read_metadata(_weight_files(draft)[0]).items()}
     is_trained = config.get(TRAINED_KEY, True) is not False
-    options = options_of(stated_options(stated), f"{path}: ", config)
-    return DraftSettings(options, is_trained, read_sample(stated, f"{path}: "))
+    prefix = f"{path}: "
+    published = None if ARCHITECTURE_KEY in stated else published_draft(config)
+    if published is not None:
+        options = published.published_options(config, prefix)
+    else:
+        options = options_of(stated_options(stated, prefix), prefix)
+    return DraftSettings(options, is_trained, read_sample(stated, prefix))
 
 
-def stated_options(source: Any) -> dict[str, Any]:
-    """The entries of a draft's options in `config.json`, or in the metadata of a weight file."""
-    keys = (*OPTION_KEYS.values(), ARCHITECTURE_KEY, OPTIONS_KEY)
-    return {key: _parsed(source[key]) for key in keys if key in source} if isinstance(source, Mapping) else {}
-
-
-def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str, Any] | None = None) -> Options:
-    """Options from the entries of `stated_options`; a missing one has the published value.
-
-    prefix: precedes names in errors. config: the draft's `config.json`, by which files of other projects are
-    recognized. Raises UserError.
-    """
-    name = stated.get(ARCHITECTURE_KEY)
-    if name is None and (published := published_draft(config or {})) is not None:
-        return published.published_options(config or {}, prefix)
-    if name in (None, GLIDE):
-        own = {option: stated[key] for option, key in OPTION_KEYS.items() if key in stated}
-        return GlideDecoderLayer.options_class.checked(own, prefix)
-    options = stated.get(OPTIONS_KEY) or {}
-    if not isinstance(options, Mapping) or not isinstance(name, str):
+def stated_options(source: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The options by name in the entries of a draft's files, and the `architecture` if it is not GLIDE. prefix:
+    precedes names in errors. Raises UserError."""
+    if ARCHITECTURE_KEY not in source:
+        return {name: source[key] for name, key in OPTION_KEYS.items() if key in source}
+    options = source.get(OPTIONS_KEY) or {}
+    if not isinstance(options, Mapping):
         raise UserError(f"{prefix}{OPTIONS_KEY}: must be a mapping of the draft's options")
-    return draft_class(name, GlideDecoderLayer, f"{prefix}{ARCHITECTURE_KEY}").options_class.checked(options, prefix)
+    return {"architecture": source[ARCHITECTURE_KEY], **options}
 
 
-def asked_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
-    """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
-    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it."""
-    saved = None if glide_path is None else draft_settings(glide_path).options
-    own = saved.entries() if saved else {}
-    if OPTIONS_KEY in own:
-        stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
-    options = options_of(own | dict(stated))
-    if options.architecture != GLIDE and (asked := [name for name, key in OPTION_KEYS.items() if key in stated]):
-        raise UserError(f"{asked[0]}: an option of GLIDE; use architecture_options for {options.architecture}")
-    if saved and replace(options, window=saved.window) != saved:
-        raise UserError(f"{options} contradicts the draft at {glide_path}, which has {saved}; omit all but window")
-    return options
+def options_of(stated: Mapping[str, Any], prefix: str = "") -> Options:
+    """Options by name, with the key `architecture`; a missing one has the published value. Raises UserError."""
+    options = dict(stated)
+    name = str(options.pop("architecture", GLIDE))
+    return draft_class(name, GlideDecoderLayer, f"{prefix}architecture").options_class.checked(options, prefix)
+
+
+def asked_options(asked: Mapping[str, Any], glide_path: str | Path | None) -> Options:
+    """The options of the draft at `glide_path`, or the default ones, updated with `asked`, as for `options_of`. Raises
+    UserError if `asked` contradicts the draft. Only the window may differ: no weight depends on it."""
+    if glide_path is None:
+        return options_of(asked)
+    saved = draft_settings(glide_path).options
+    if asked.get("architecture", saved.architecture) == saved.architecture:
+        options = options_of({"architecture": saved.architecture, **asdict(saved), **asked})
+        if replace(options, window=saved.window) == saved:
+            return options
+    raise UserError(f"{dict(asked)} contradicts the draft at {glide_path}, which has {saved}; omit all but window")
 
 
 def _parsed(value: Any) -> Any:

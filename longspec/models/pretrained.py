@@ -11,17 +11,16 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from longspec.errors import UserError
-from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft
+from longspec.models.draft import Draft
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
     asked_options,
     check_finite,
     draft_of_pair,
     fit_draft,
-    options_of,
     stated_options,
 )
-from longspec.models.draft_layer import OPTION_KEYS, GlideDecoderLayer
+from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
@@ -94,19 +93,15 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature, mlp_size: see
         `DraftOptions`; None is the saved draft's own value, else the published one. architecture, architecture_options:
-        of a draft that is not GLIDE (see docs/own-draft.md); None is the saved draft's own. ignore_mismatched_sizes has
-        no effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for
-        all.
+        see docs/own-draft.md. ignore_mismatched_sizes has no effect; published configs contain it. draft_vocabulary:
+        the token ids that a fresh draft proposes, None for all.
         Raises UserError, also for a draft that does not fit.
         """
-        # An argument takes precedence over the state dict's metadata.
-        glide = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
-        named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in glide.items() if value is not None}
-        named |= {} if architecture is None else {ARCHITECTURE_KEY: architecture}
-        named |= {} if not architecture_options else {OPTIONS_KEY: architecture_options}
-        saved = getattr(state_dict, "_metadata", None)  # of a state dict that torch.load read from a draft's .pth file
-        stated = stated_options(saved.get("") if isinstance(saved, Mapping) else None) | named
-        options_of(stated)
+        given: dict[str, Any] = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
+        given |= {"mlp_size": mlp_size, "architecture": architecture, **(architecture_options or {})}
+        # The metadata of a state dict that torch.load read from a draft's .pth file.
+        asked = stated_options(getattr(state_dict, "_metadata", {}).get("", {}))
+        asked |= {name: value for name, value in given.items() if value is not None}
 
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
@@ -120,7 +115,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         # transformers renamed torch_dtype to dtype; both are accepted.
         dtype = dtype or torch_dtype or "auto"
         loading = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
-        options = asked_options(stated, glide_path)
+        options = asked_options(asked, glide_path)
         model = cls(config, path, glide_path, dtype, attn_implementation, options=options, **loading)
         if vocabulary is not None:
             model.draft_model.set_vocabulary(vocabulary)
