@@ -50,7 +50,7 @@ RESCALED_BY_LENGTH = ("dynamic", "longrope")
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):  # unlike pathlib, does not raise for impossible names
         check_reachable(str(path), revision)
     else:
         check_no_adapter(path)
@@ -60,7 +60,7 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, revision=revision or "main")
     except FILE_ERRORS as error:
-        where = "there" if Path(path).is_dir() else "and no such folder"
+        where = "there" if os.path.isdir(path) else "and no such folder"
         reason = f"{first_line(error)}); give a target's folder or hub id"
         raise UserError(f"{path}: no model checkpoint {where} ({reason}") from error
 
@@ -88,7 +88,7 @@ def check_target_path(path: str | Path) -> None:
     """Raise UserError for a file, and for a folder with files that are not regular."""
     if os.path.isdir(path):
         check_files(Path(path))
-    elif os.path.exists(path):  # unlike pathlib, does not raise for impossible names
+    elif os.path.exists(path):
         raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
 
 
