@@ -1,9 +1,10 @@
 """A frozen target with its draft: how the pair is built, and its pass in training."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +27,9 @@ from longspec.models.target_files import checked_dtype, without_memory
 from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import take_sample, warn_if_other_target
 
-
-class Objective(Protocol):
-    """Turns the draft's hidden states into the result of a training forward pass, such as a loss."""
-
-    def __call__(
-        self, hidden: Tensor, target_hidden: Tensor, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
-    ) -> Any:
-        """hidden, target_hidden [B, T, hidden], labels [B, T] -> the result of the pass.
-
-        head: the draft's own; None if it has the target's `lm_head`.
-        """
+Objective = Callable[[Tensor, Tensor, Tensor, nn.Module, nn.Module | None], Any]
+"""(draft's hidden states, target's [B, T, hidden], labels [B, T], lm_head, head) -> result of a training forward pass,
+such as a loss. head: the draft's own; None if it has the target's `lm_head`."""
 
 
 def check_pair(model: object) -> None:

@@ -26,7 +26,7 @@ from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import check_no_adapter, check_target, local_target, read_config
 from longspec.models.target_sample import TargetSample, take_sample
-from longspec.models.target_split import has_parts, rank_config, read_part
+from longspec.models.target_split import cut_weights, has_parts, rank_config
 from longspec.models.weight_checks import check_all_used, check_weights
 from longspec.models.weight_files import stored_weights, weight_errors, without_bar
 
@@ -190,7 +190,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         check_no_adapter(folder)
         check_weights(folder, config)
         if world > 1 and not has_parts(path, world):  # only this rank's part of each weight is read
-            options["state_dict"] = read_part(folder, rank, world)
+            options["state_dict"] = cut_weights(stored_weights(folder), rank, world)
         elif (
             options["dtype"] not in ("auto", config.dtype)
             and options.get("quantization_config") is None

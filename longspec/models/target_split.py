@@ -124,7 +124,7 @@ def split_target(source: Path, output: Path, world: int) -> None:
     for a target that cannot be split or read."""
     config = read_config(source)
     check_divisible(config, world, source)
-    stored_weights(source)
+    weights = stored_weights(source)
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
 
@@ -133,7 +133,7 @@ def split_target(source: Path, output: Path, world: int) -> None:
             for rank in range(world):
                 folder = unfinished / rank_folder(rank, world)
                 rank_config(config, rank, world).save_pretrained(folder)
-                save_torch_state_dict(read_part(source, rank, world), folder)
+                save_torch_state_dict(cut_weights(weights, rank, world), folder)
                 _copy_files(source, folder, ("generation_config.json",))
             _copy_files(source, unfinished, SIDE_FILES)
     except (OSError, SafetensorError) as error:
@@ -152,11 +152,6 @@ def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, 
         if rank and is_added_once(name):
             parts[name].zero_()
     return parts
-
-
-def read_part(source: Path, rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's part of the target in the folder `source`, which is not split. Raises UserError."""
-    return cut_weights(stored_weights(source), rank, world)
 
 
 def _copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:
