@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic_core import PydanticCustomError
 
 from longspec.errors import UserError
-from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Options
+from longspec.models.draft import Options
 from longspec.models.draft_files import options_of
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
 from longspec.train.positions import BLOCK_LAGS
@@ -73,10 +73,10 @@ class ModelConfig:
         for name in OPTION_KEYS if self.architecture != GLIDE else ("architecture_options",):
             if getattr(self, name) != DRAFT_DEFAULTS[name]:
                 raise UserError(f"config key model.{name}: not for the architecture {self.architecture}; omit it")
-        stated = {key: getattr(self, name) for name, key in OPTION_KEYS.items()}
-        stated |= {ARCHITECTURE_KEY: self.architecture, OPTIONS_KEY: self.architecture_options}
-        prefix = "config key model." if self.architecture == GLIDE else "config key model.architecture_options."
-        return options_of(stated, prefix)
+        options, prefix = self.architecture_options, "config key model.architecture_options."
+        if self.architecture == GLIDE:
+            options, prefix = {name: getattr(self, name) for name in OPTION_KEYS}, "config key model."
+        return options_of({**options, "architecture": self.architecture}, prefix)
 
     @property
     def arguments(self) -> dict[str, Any]:

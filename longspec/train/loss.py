@@ -189,10 +189,6 @@ class DraftScores:
 
     loss: DraftLoss
 
-    @property
-    def reads_target(self) -> bool:
-        return self.loss.reads_target
-
     def __call__(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
     ) -> tuple[dict[str, Tensor], Tensor]:

@@ -41,12 +41,13 @@ class SharedPass:
         self.hidden: Tensor | None = None
         self.by_layer: dict[int, KeysValues] = {}
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> TargetStates:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> TargetStates:
         layers = (self.pair.config.num_hidden_layers - 1, *self.layers)
         if self.key is None or not all(map(torch.equal, self.key, (input_ids, position_ids))):
-            kept = self.pair.run_target(input_ids, position_ids, segments, whole=True, reads=Reads(layers))
+            kept = self.pair.run_target(input_ids, position_ids, segments, reads=Reads(layers))
             self.hidden, self.by_layer = kept.hidden, dict(zip(layers, kept.keys_values, strict=True))
             self.key = input_ids, position_ids
+        assert self.hidden is not None
         return TargetStates(self.hidden, [self.by_layer[layer] for layer in self.pair.draft_model.reads.kv_layers])
 
 

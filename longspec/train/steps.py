@@ -187,8 +187,7 @@ class OptimizerSteps:
         if target_pass is None:
             return
         segments = Segments(inputs["cu_seqlens"].tolist(), self.engine.device)
-        whole = self.engine.module.needs_whole_pass(self.objective)
-        target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments, whole)
+        target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments)
 
     def sample_ids(self, step: int) -> list[list[str]]:
         """The ids of this rank's samples in `step`, one list per micro-batch."""

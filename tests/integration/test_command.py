@@ -214,7 +214,6 @@ def refused(
         (["--tree_shape"], "tree_shape: empty"),
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
-        (["--tree_shape", "auto"], "use --method auto, which chooses the tree in each round"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
         (["--max_gen_len", "4090"], "4096 positions"),
         (["--temperature", "-1"], "temperature: -1.0"),
@@ -259,7 +258,7 @@ def test_a_draft_that_cannot_serve_is_refused(
         assert f"{fresh} was saved with a fresh, untrained draft" in refused("--method", method, draft=fresh)
     given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
     assert make_plan(parse_options(given)).draft == str(fresh)
-    assert "a draft for a target with model_type qwen2; this target has llama" in refused(draft=qwen)
+    assert "a draft for a target with model_type 'qwen2'; this target has llama" in refused(draft=qwen)
     grouped = make_target(tmp_path / "grouped", num_key_value_heads=1)
     assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft=draft_of(grouped))
     assert "no such draft" in refused(draft=tmp_path / "nowhere.pth")

@@ -213,7 +213,7 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path, options: DraftOpt
 
     def hidden(segments: list[Tensor], positions: list[Tensor], lags: list[int]) -> Tensor:
         both: Any = lambda draft, target, *_: torch.cat([draft, target], -1)[0]  # noqa: E731
-        return training_pass(model, segments, torch.tensor(lags), both, positions, reads_target=True)
+        return training_pass(model, segments, torch.tensor(lags), both, positions)
 
     packed = hidden([first, second], [torch.arange(9), anchored], [2, 3])
     torch.testing.assert_close(packed[:9], hidden([first], [torch.arange(9)], [2]), **TOLERANCE)
@@ -233,7 +233,6 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
             torch.tensor([1]),
             lambda draft, target, *_: target[0, -1],
             [positions[0]],
-            reads_target=True,
         )
 
     tokens = random_tokens(20)

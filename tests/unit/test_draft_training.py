@@ -162,8 +162,9 @@ def test_an_eagle3_draft_has_the_published_form_and_its_own_head(
     pair = LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf")
     fresh = LlamaGlide.from_pretrained(work / "target", architecture="eagle3").draft_model
     assert not torch.equal(pair.draft_model.head.weight, fresh.head.weight)
-    with pytest.raises(UserError, match="window: an option of GLIDE"):
-        LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", window=16)
+    assert LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", window=16).draft_model.window == 16
+    with pytest.raises(UserError, match="mlp_size: eagle3 has no such option"):
+        LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", mlp_size=16)
     other = (EAGLE3[0], "model.architecture_options={window: 24}", "resume=latest")
     assert "architecture_options.window: 24" in refusal(capsys, work, *other)
 

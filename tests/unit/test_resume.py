@@ -195,9 +195,7 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
         output.mkdir(exist_ok=True)
         with locked(output):
-            said = refusal(config, capsys)
-            assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
-            assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
+            assert f"another run is writing to {output}" in refusal(config, capsys)
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
     refused = pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \(File exists\)")
     with refused, locked(work / "out" / LOCK_NAME):
