@@ -44,6 +44,11 @@ def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
     )
 
 
+def evaluates_after(step: int, config: TrainConfig, total_steps: int) -> bool:
+    """Whether an evaluation follows `step`. The last step has one even if `evaluation.steps` does not divide it."""
+    return step % config.evaluation.steps == 0 or step == total_steps
+
+
 def chain_roots(labels: Tensor, depth: int) -> Tensor:
     """Where a chain can start, bool [B, T - depth].
 

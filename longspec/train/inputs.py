@@ -18,7 +18,7 @@ from longspec.data.dataset import RowDataset, build_dataset
 from longspec.data.target_format import OWN_IDS, PUBLISHED_TARGETS, answer_end, resolve_chat_format
 from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError
-from longspec.models.draft_files import check_draft, draft_settings
+from longspec.models.draft_files import check_draft
 from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.families import pair_class
 from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
@@ -114,15 +114,7 @@ def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tens
         )
     if (path := config.draft_model_name_or_path) is None:
         return None
-    draft = check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
-    # The weights fit any window, but the draft was trained with one.
-    window, trained = config.model.draft_options.window, draft_settings(path).options.window
-    if trained != window:
-        raise UserError(
-            f"config key model.window: {window}, but the draft at {path} was trained with {trained}; "
-            f"set model.window={trained}"
-        )
-    return draft
+    return check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
 
 
 def _make_aligner(number: int, entry: Any) -> Aligner:
