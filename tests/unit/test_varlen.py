@@ -11,7 +11,7 @@ from torch import Tensor
 from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import training_attention
-from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.kernels.training.varlen_torch import TorchAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -26,12 +26,12 @@ def make_inputs(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim:
     return [torch.randn(tokens, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
 
 
-def attention_of(q: Tensor) -> PaddedAttention:
+def attention_of(q: Tensor) -> TorchAttention:
     return training_attention(q.device, q.dtype, q.shape[-1], use_flash=True)
 
 
-@pytest.fixture(params=["padded", "flash", pytest.param("cuda", marks=pytest.mark.gpu)])
-def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[PaddedAttention, str]:
+@pytest.fixture(params=["torch", "flash", pytest.param("cuda", marks=pytest.mark.gpu)])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[TorchAttention, str]:
     """An attention and its device. On the CPU dense attention stands in for FlashAttention's kernels."""
     if request.param == "flash":
         monkeypatch.setattr(varlen_flash, "_forward", reference.flash_forward)
@@ -75,7 +75,7 @@ def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: 
     ],
 )
 def test_values_and_gradients_equal_dense_attention(
-    lengths: list[int], window: int | None, lags: list[int] | None, attention: tuple[PaddedAttention, str]
+    lengths: list[int], window: int | None, lags: list[int] | None, attention: tuple[TorchAttention, str]
 ) -> None:
     """Packed segments, single tokens, segments shorter than their lag, windows narrower than the lag."""
     attend, device = attention
@@ -89,7 +89,7 @@ def test_values_and_gradients_equal_dense_attention(
 
 
 @pytest.mark.parametrize("lengths", [[1, 3, 4, 5, 9, 70], [9, 33], [1100, 600], [8], [12, 7], [4]])
-def test_block_attention_equals_dense_attention(lengths: list[int], attention: tuple[PaddedAttention, str]) -> None:
+def test_block_attention_equals_dense_attention(lengths: list[int], attention: tuple[TorchAttention, str]) -> None:
     attend, device = attention
     segments, cpu_segments = segments_of(lengths, device=device), segments_of(lengths)
     check(

@@ -1,4 +1,4 @@
-"""Training attention over packed segments: FlashAttention in half precision on CUDA, else torch on padded segments.
+"""Training attention over packed segments: FlashAttention in half precision on CUDA, else torch segment by segment.
 
 FlashAttention is flash-attn if it is installed, else FlashAttention-2 as torch builds it. A lag needs no mask: the
 causal mask aligns the ends of T queries and T - lag keys, so query i sees the keys up to i - lag. On Hopper the
@@ -19,7 +19,7 @@ from torch import Tensor
 from longspec.errors import UserError, first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
-from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.kernels.training.varlen_torch import TorchAttention
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ MAX_HEAD_DIM = 256
 """Largest head_dim of FlashAttention-2."""
 
 
-def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> PaddedAttention:
+def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> TorchAttention:
     """The fastest attention for a pair. use_flash: whether to run flash-attn where it is installed."""
-    return FlashAttention(use_flash) if runs(device, dtype, head_dim) else PaddedAttention()
+    return FlashAttention(use_flash) if runs(device, dtype, head_dim) else TorchAttention()
 
 
 def resolve_attention(requested: str | None) -> str:
@@ -72,13 +72,13 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _torch_has_flash(device: torch.device) -> bool:
     plain = plain_gpu(device)
     if plain:
-        warn_once("attention in training runs on padded segments: %s", plain)
+        warn_once("attention in training runs segment by segment: %s", plain)
         return False
     # Before torch 2.7 the LSE of segments has another layout, as it has on ROCm.
     return torch.__version__ >= "2.7" and torch.backends.cuda.is_flash_attention_available()
 
 
-class FlashAttention(PaddedAttention):
+class FlashAttention(TorchAttention):
     """On FlashAttention where it takes the segments."""
 
     def __init__(self, use_flash: bool) -> None:
