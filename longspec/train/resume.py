@@ -32,8 +32,6 @@ RESUMED_KEYS = (
     "model.torch_dtype",
 )
 """Keys that must have the same values as in the run that is resumed. `with_draft_options` compares the draft's own."""
-LENGTH_KEYS = ("max_steps", "num_train_epochs")
-"""Keys that may change, because a run can be extended."""
 DEFAULTS: dict[str, Any] = DRAFT_DEFAULTS | {"architecture": GLIDE, "draft_vocabulary": None}
 """Values of the section `model` that leave an option to the draft that training starts from."""
 
@@ -133,32 +131,16 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
     """Raise UserError with all differences if `config` is not a continuation of the run saved in `folder`.
 
     RESUMED_KEYS and the contents of data and target must be equal. The number of ranks, the micro-batch size and the
-    ZeRO stage may change if the number of rows per step stays the same, and so may the length of the run. Logs warnings
-    about changes that affect the steps to come.
+    ZeRO stage may change if the number of rows per step stays the same, and so may the length of the run. The random
+    lags and offsets then differ, because they are drawn per micro-step and rank.
     """
     saved, marker = read_config_file(folder / CONFIG_NAME), marker_of(folder)
-    problems = [*_differences(saved, config, RESUMED_KEYS), *changes(marker.run.contents, contents)]
-
-    saved_split = _batch_split(saved, marker.world_size)
-    split = _batch_split(config, world_size)
-    # The number of rows per step fixes which rows each step trains on.
-    if math.prod(saved_split) != math.prod(split):
-        problems.append(
-            f"rows per step (micro-batch x accumulation x ranks) was {math.prod(saved_split)}, is {math.prod(split)}"
-        )
-    if problems:
+    values = {key: (attrgetter(key)(saved), attrgetter(key)(config)) for key in RESUMED_KEYS}
+    # This number fixes which rows each step trains on.
+    values["rows per step"] = _rows_per_step(saved, marker.world_size), _rows_per_step(config, world_size)
+    problems = [f"{key} was {old}, is {new}" for key, (old, new) in values.items() if old != new]
+    if problems := problems + changes(marker.run.contents, contents):
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
-
-    if longer := _differences(saved, config, LENGTH_KEYS):
-        logger.warning("resume: %s; from here on the learning rate follows the new schedule", "; ".join(longer))
-    if saved_split != split:
-        # Lags and offsets are drawn per micro-step and rank (see `micro_step_generator`).
-        logger.warning(
-            "resume: micro-batch x accumulation x ranks was %s, is %s; the random lags and offsets differ from those "
-            "of an uninterrupted run, all else is kept",
-            " x ".join(map(str, saved_split)),
-            " x ".join(map(str, split)),
-        )
 
 
 def changes(saved: Contents, current: Contents) -> list[str]:
@@ -174,17 +156,6 @@ def changes(saved: Contents, current: Contents) -> list[str]:
         for before, now in islice(pairs, 1):
             differences.append(f"{key}: the contents changed, was {' '.join(before)}, is {' '.join(now)}")
     return differences
-
-
-def _differences(saved: TrainConfig, current: TrainConfig, keys: tuple[str, ...]) -> list[str]:
-    """One phrase for each of `keys` whose values differ."""
-    pairs = {key: (attrgetter(key)(saved), attrgetter(key)(current)) for key in keys}
-    return [f"{key} was {old}, is {new}" for key, (old, new) in pairs.items() if old != new]
-
-
-def _batch_split(config: TrainConfig, world_size: int) -> tuple[int, int, int]:
-    """Rows per micro-batch, micro-batches per step, and ranks. Their product is the number of rows per step."""
-    return config.per_device_train_batch_size, config.gradient_accumulation_steps, world_size
 
 
 def last_step(config: TrainConfig, rows: int, start_step: int) -> int:
@@ -208,5 +179,8 @@ def steps_over(config: TrainConfig, rows: int, batch: int) -> int:
 
 def rows_per_step(config: TrainConfig) -> int:
     """Rows per optimizer step, over all ranks."""
-    _, world_size = data_parallel_rank_and_size()
-    return math.prod(_batch_split(config, world_size))
+    return _rows_per_step(config, data_parallel_rank_and_size()[1])
+
+
+def _rows_per_step(config: TrainConfig, world_size: int) -> int:
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size

@@ -379,17 +379,13 @@ def test_going_on_with_other_settings_is_refused_by_key(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_rows_may_be_cut_otherwise(tmp_path: Path) -> None:
     before = stored_config(per_device_train_batch_size="2", gradient_accumulation_steps="2")
     (tmp_path / CONFIG_NAME).write_text(to_yaml(before))
     write_marker(tmp_path, marker(2))
-    with pytest.raises(UserError, match=r"rows per step .* was 8, is 16; make"):
+    with pytest.raises(UserError, match=r"rows per step was 8, is 16; make"):
         check_same_run(before, tmp_path, 4, Contents())
     check_same_run(before, tmp_path, 2, Contents())
-    assert not caplog.text
     other = stored_config(per_device_train_batch_size="1", gradient_accumulation_steps="2")
     other.deepspeed = stored_config("deepspeed=zero3").deepspeed
     check_same_run(other, tmp_path, 4, Contents())
-    assert "was 2 x 2 x 2, is 1 x 2 x 4; the random lags and offsets differ" in caplog.text
