@@ -1,7 +1,4 @@
-"""Saving and loading the checkpoints of a run (see `generations` for the folders).
-
-Only global rank 0 writes shared files. Several hosts have a local rank 0 each.
-"""
+"""Saving and reading the checkpoints of a run (see `generations` for the folders)."""
 
 import json
 import logging
@@ -148,18 +145,17 @@ def _write_errors(output: Path, step: int) -> Iterator[None]:
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:
-    """The draft's weights and vocabulary list on the CPU, without prefix, on global rank 0; {} on the other ranks. All
-    ranks call it.
+    """The draft's weights and vocabulary list on the CPU, without prefix, on rank 0; {} on the others.
 
-    Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the frozen target.
+    All ranks call it. Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the
+    frozen target.
     """
     state: dict[str, Tensor] = {}
-    for name, parameter in model.draft_model.named_parameters():  # type: ignore[union-attr, operator]
-        with deepspeed.zero.GatheredParameters(parameter):
+    draft: Any = model.draft_model
+    for name, weight in (*draft.named_parameters(), *draft.named_buffers()):
+        with deepspeed.zero.GatheredParameters(weight, enabled=hasattr(weight, "ds_id")):
             if dist.get_rank() == 0:
-                state[name] = parameter.detach().cpu().clone()
-    if dist.get_rank() == 0:
-        state |= {name: buffer.cpu().clone() for name, buffer in model.draft_model.named_buffers()}  # type: ignore[union-attr, operator]
+                state[name] = weight.detach().cpu().clone()
     return state
 
 
@@ -210,13 +206,11 @@ def locate(config: TrainConfig) -> TrainConfig:
     A checkpoint folder names both the target of its run and its draft. A saved pair, in a folder or on the hub,
     also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
 
-    Raises UserError for a damaged folder, an unreadable configuration, or a folder with DeepSpeed's state.
+    Raises UserError for a damaged folder or an unreadable configuration.
     """
     draft = config.draft_model_name_or_path
     if is_checkpoint(config):
         folder = Path(config.model_name_or_path)
-        if (folder / "latest").is_file():
-            raise UserError(f"{folder}: DeepSpeed's state, not a target; give {DRAFTS[1]} or {DRAFTS[2]} of the run")
         if problem := damage(folder):
             raise UserError(f"{problem}; give {DRAFTS[1]} or {DRAFTS[2]} of a run")
         target = read_config_file(folder / CONFIG_NAME).model_name_or_path

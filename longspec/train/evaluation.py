@@ -107,9 +107,7 @@ class Evaluation:
             return {}
 
         sums = summed_by_name(row_sums)
-        tokens = sums.pop("tokens")
-        chains = sums.pop("chains")
-        correct = sums.pop("correct")
+        tokens, chains, correct = (sums.pop(name) for name in ("tokens", "chains", "correct"))
         means = {f"eval_{name}": value / tokens for name, value in sums.items()}
         # The bonus token adds one to the correct tokens of each chain.
         means["eval_acceptance_length"] = 1 + correct / chains
@@ -138,9 +136,7 @@ class Evaluation:
 
         correct = correct_depths(hits, batch["labels"])
         sums = {name: torch.stack([terms[name] for terms in terms_by_lag]).mean() for name in terms_by_lag[0]}
-        for lag in range(1, self.depth + 1):
-            sums[f"top1_lag_{lag}"] = hits[lag - 1].sum()
-        sums["tokens"] = (batch["labels"] != IGNORED).sum()
-        sums["chains"] = torch.tensor(len(correct))
-        sums["correct"] = correct.sum()
+        sums |= {f"top1_lag_{lag}": lag_hits.sum() for lag, lag_hits in enumerate(hits, 1)}
+        tokens, chains = (batch["labels"] != IGNORED).sum(), torch.tensor(len(correct))
+        sums |= {"tokens": tokens, "chains": chains, "correct": correct.sum()}
         return {name: value.to(self.engine.device, torch.float64) for name, value in sums.items()}

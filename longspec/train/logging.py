@@ -53,11 +53,7 @@ class RunLog:
     """The log of one run on global rank 0. On other ranks every method does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, start_step: int, total_steps: int) -> None:
-        """Open the metrics file and start W&B.
-
-        An existing metrics file keeps the steps up to `start_step`; later ones were lost with an unsaved state. The
-        file of an earlier run is kept as `metrics-earlier-*.jsonl`. Raises UserError if the file cannot be written.
-        """
+        """Open the metrics file (see `_cut`) and start W&B. Raises UserError if the file cannot be written."""
         self.active = rank == 0
         if not self.active:
             return
@@ -125,9 +121,9 @@ def logged_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, last_step: int) -> dict[str, Any]:
-    """Drop unreadable lines and steps after `last_step` from the metrics file. Returns its last line, or {}.
+    """Drop steps after `last_step`, which were lost with an unsaved state. Returns the last metrics left, or {}.
 
-    A run that starts at step 0 renames the file of an earlier run instead.
+    A run that starts at step 0 renames the file of an earlier run to `metrics-earlier-*.jsonl` instead.
     """
     if not path.exists():
         return {}

@@ -40,11 +40,8 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the command line says. Bad input is reported in one line on stderr with exit code 2.
 
-    SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.ranks.peers`), stops all ranks. The
-    current step is finished if that takes at most `trainer.FINISH_S` seconds, the last finished step is saved, and the
-    exit code is 128 + the signal's number. DeepSpeed's own processes have other exit codes after a signal: the
-    `deepspeed` command dies of it (128 + n in shells); `launch.py` returns 1 after SIGTERM or SIGINT, and 0 after other
-    signals.
+    A signal to any rank, or the end of the launcher, stops all ranks (see docs/train.md). The exit code is then 128 +
+    the signal's number.
     """
     # Before anything else that may log.
     setup_logging(launched_ranks()[0])
@@ -131,7 +128,7 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
 
 def lacks_evaluation(config: TrainConfig, step: int, total_steps: int) -> bool:
     """Whether a request to stop interrupted the evaluation after `step`."""
-    if not (step and evaluates_after(step, config, total_steps)):
+    if step == 0 or not evaluates_after(step, config, total_steps):
         return False
     metrics = logged_metrics(Path(config.output_dir) / METRICS_NAME, step)
     return not any("eval_acceptance_length" in line for line in metrics if line["step"] == step)

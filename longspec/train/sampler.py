@@ -62,14 +62,9 @@ def loader(
     num_workers: int,
     accumulation: int,
 ) -> DataLoader:
-    """Micro-batches as NumPy arrays by name.
-
-    accumulation: micro-batches per optimizer step. The `num_workers` processes together keep at least one step ready.
-    """
-    prefetch_factor = None
-    if num_workers:
-        # A step takes all of its micro-batches at once, so the next step is loaded while this one trains.
-        prefetch_factor = -(-accumulation // num_workers) + 1
+    """Micro-batches as NumPy arrays by name. `accumulation` of them are one optimizer step."""
+    # A step takes all of its micro-batches at once, so the next step is loaded while this one trains.
+    prefetch_factor = -(-accumulation // num_workers) + 1 if num_workers else None
     return DataLoader(
         rows,
         batch_sampler=sampler,

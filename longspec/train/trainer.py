@@ -93,7 +93,7 @@ class Trainer:
         if self.evaluation_due and (evaluated := self.run_evaluation(step, termination)):
             log.step({"step": step, **evaluated}, repeated=True)
         self.steps.start(step + 1, arrays)
-        while self.steps.batches is not None:
+        while self.steps.micro_batches:
             metrics = self.steps.take(step + 1, termination)
             if metrics is None:
                 break
