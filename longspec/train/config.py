@@ -22,7 +22,7 @@ from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import check
 from longspec.train.config_schema import TrainConfig
-from longspec.train.recipe import auto_keys, with_auto_values, with_placeholders
+from longspec.train.recipe import AUTO, AUTO_KEYS, set_auto_values
 from longspec.untrusted import read_yaml
 
 SCHEMA = TypeAdapter(TrainConfig)
@@ -42,11 +42,7 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
         _validated(OmegaConf.to_container(composed))
         print(OmegaConf.to_yaml(composed), end="")
         return None
-    if automatic := auto_keys(composed):
-        # They follow from the other values, so these must have the right types.
-        others = typed(with_placeholders(composed, automatic))
-        composed = with_auto_values(OmegaConf.create(asdict(others)), automatic, ranks)
-    config = typed(composed)
+    config = typed_with_auto(composed, ranks)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
     if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
@@ -82,6 +78,19 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
             raise UserError(f"config key {group}: no {value!r}; there are: {', '.join(options.split())}") from error
         key = getattr(error, "full_key", None)
         raise UserError(f"config {f'key {key}' if key else name}: {' '.join(str(error).split())}") from error
+
+
+def typed_with_auto(composed: DictConfig, ranks: int | None = None) -> TrainConfig:
+    """`composed` as a TrainConfig, with values of the keys that are `auto`. Raises UserError as `typed`.
+
+    ranks: their number; None for that of this process's launch.
+    """
+    keys = [key for key in AUTO_KEYS if OmegaConf.select(composed, key) == AUTO]
+    for key in keys:
+        OmegaConf.update(composed, key, AUTO_KEYS[key], merge=False)
+    config = typed(composed)
+    set_auto_values(config, keys, ranks)
+    return config
 
 
 def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
