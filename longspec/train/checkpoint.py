@@ -24,7 +24,7 @@ from longspec.ranks.agreement import from_rank_zero
 from longspec.train.config import CONFIG_NAME, absolute_paths, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, marker_of
-from longspec.train.markers import Marker, Run, damage, digests_only, write_marker
+from longspec.train.markers import Marker, Run, damage, write_marker
 from longspec.train.shards import MASTERS, Shards
 from longspec.untrusted import read_json
 
@@ -104,10 +104,10 @@ def read_best(config: TrainConfig, run: Run) -> float:
     problem = damage(folder)
     if problem is None:
         saved = marker_of(folder).run
-        same_files = digests_only(saved.contents.held_out) == digests_only(run.contents.held_out)
-        # Another number of rows gives another mean, even of the same files.
-        same_rows = read_config_file(folder / CONFIG_NAME).evaluation.rows == config.evaluation.rows
-        if saved.id == run.id and same_files and same_rows:
+        # Digests only, because files may have moved. Another number of rows gives another mean of the same files.
+        files, own_files = ([digest for _, digest in each.contents.held_out] for each in (saved, run))
+        rows = read_config_file(folder / CONFIG_NAME).evaluation.rows
+        if (saved.id, files, rows) == (run.id, own_files, config.evaluation.rows):
             return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
         problem = f"{folder} is of another run or was the best on other held-out rows"
     logger.warning("%s; the next evaluation chooses a new %s", problem, BEST[1])

@@ -7,6 +7,7 @@ query at n + d - 1, lagging by d, ranks the text's token at n + d first.
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,17 +74,16 @@ def correct_depths(hits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(at_depth).long().cumprod(0).sum(0)[roots]
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """Scores the held-out rows of a run. Every rank has one, and all ranks run theirs together."""
 
-    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, loss: DraftLoss, rows: int) -> None:
-        """rows: the number of rows to score, from `held_out_row_count`, > 0."""
-        self.config = config
-        self.engine = engine
-        self.inputs = inputs
-        self.rows = rows
-        self.scores = DraftScores(loss)
-        self.depth = config.variant.largest_lag
+    config: TrainConfig
+    engine: Any
+    inputs: Inputs
+    loss: DraftLoss
+    rows: int
+    """The number of rows to score, from `held_out_row_count`, > 0."""
 
     def run(self, termination: Termination) -> dict[str, float]:
         """Means over the held-out rows of all ranks, the same on each; {} if a request to stop came first.
@@ -129,8 +129,8 @@ class Evaluation:
         positions = batch_positions(batch, self.config.variant, self.inputs.max_positions, generator)
         segments = len(batch["cu_seqlens"]) - 1
         # One pass of the target serves all lags.
-        lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, segments)
-        results = self.engine(**engine_inputs(batch, positions, lags, self.scores, self.engine.device))
+        lags = torch.arange(1, self.config.variant.largest_lag + 1)[:, None].expand(-1, segments)
+        results = self.engine(**engine_inputs(batch, positions, lags, DraftScores(self.loss), self.engine.device))
         terms_by_lag = [terms for terms, _ in results]
         hits = torch.stack([lag_hits for _, lag_hits in results])
 

@@ -33,11 +33,6 @@ class Contents:
     target: Digests = field(default_factory=list)
 
 
-def digests_only(files: Digests) -> list[str]:
-    """The digests in order. Two lists of files with equal ones hold the same data, which may have moved."""
-    return [digest for _, digest in files]
-
-
 @dataclass(frozen=True)
 class Run:
     """The identity of a run, kept when it is resumed."""

@@ -112,6 +112,9 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
 
     model = config.model
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(options).items()}
+    if state is None and "window" in model.architecture_options:
+        # No weight depends on it.
+        values["window"] = model.architecture_options["window"]
     taken: dict[str, Any] = {"architecture": options.architecture, "draft_vocabulary": size}
     taken |= values if options.architecture == GLIDE else {"architecture_options": values}
     stated = {name: getattr(model, name) for name in taken if name != "architecture_options"}

@@ -90,15 +90,14 @@ class Trainer:
         termination.at_once = False
 
         step = self.start_step
-        if self.evaluation_due and (evaluated := self.run_evaluation(step, termination)):
+        if self.evaluation_due and (evaluated := self.evaluate(step, termination)):
             log.step({"step": step, **evaluated}, repeated=True)
         self.steps.start(step + 1, arrays)
-        while self.steps.micro_batches:
-            metrics = self.steps.take(step + 1, termination)
-            if metrics is None:
-                break
+        while self.steps.micro_batches and (metrics := self.steps.take(step + 1, termination)) is not None:
             step += 1
-            log.step({"step": step, **metrics, **self.evaluate(step, termination)})
+            if self.evaluation is not None and evaluates_after(step, self.config, self.total_steps):
+                metrics |= self.evaluate(step, termination)
+            log.step({"step": step, **metrics})
             if step % self.config.save_steps == 0 or step == self.total_steps:
                 self.save(step)
 
@@ -118,19 +117,10 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Save a checkpoint of `step`. All ranks call it."""
-        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, self.marker(step))
-
-    def marker(self, step: int) -> Marker:
-        """The marker of a checkpoint of `step`, without its files."""
-        return Marker(step, self.world_size, self.run_identity)
+        marker = Marker(step, self.world_size, self.run_identity)
+        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, marker)
 
     def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
-        """The held-out metrics after `step`; {} if no evaluation is due there or a request to stop interrupted it."""
-        if self.evaluation is None or not evaluates_after(step, self.config, self.total_steps):
-            return {}
-        return self.run_evaluation(step, termination)
-
-    def run_evaluation(self, step: int, termination: Termination) -> dict[str, float]:
         """Evaluate the draft after `step`, and save it if it is the best one and `keep_best` is set.
 
         Returns {} after a request to stop. The evaluation is then due on resume.
@@ -141,5 +131,6 @@ class Trainer:
         acceptance_length = metrics.get("eval_acceptance_length", -math.inf)
         if self.config.evaluation.keep_best and acceptance_length > self.best_acceptance_length:
             self.best_acceptance_length = acceptance_length
-            save_best(self.engine.module, self.inputs.tokenizer, self.config, metrics, self.marker(step))
+            marker = Marker(step, self.world_size, self.run_identity)
+            save_best(self.engine.module, self.inputs.tokenizer, self.config, metrics, marker)
         return metrics

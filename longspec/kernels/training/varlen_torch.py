@@ -52,8 +52,9 @@ def _run(
         if blind < length:
             # Whole blocks of keys. Row i of the queries is at offset lag + i, row j of the keys at offset j.
             keys = slice(start, start - (lag - length) // block * block)
-            rows = (x.transpose(0, 1)[None] for x in (q[start + lag : start + length], k[keys], v[keys]))
-            outputs.append(_causal(*rows, scale, reach, block)[0].transpose(0, 1))
+            flat = (q[start + lag : start + length], k[keys], v[keys])
+            queries, seen, values = (x.transpose(0, 1)[None] for x in flat)
+            outputs.append(_causal(queries, seen, values, scale, reach, block)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
