@@ -150,7 +150,7 @@ def _special_tokens(config: TrainConfig, target: PreTrainedConfig, tokenizer: An
             raise UserError(f"config key {key}: {token} is not a token id of the target; use one of 0 … {ids[-1]}")
     # The pad token of some tokenizers has no embedding.
     pads = (own_pad, pad, tokenizer.pad_token_id, target.pad_token_id, tokenizer.eos_token_id, 0)
-    return eos, next(token for token in pads if token in ids)
+    return eos, next(token for token in pads if token is not None and token in ids)
 
 
 def fresh_vocabulary(config: TrainConfig, inputs: Inputs) -> Tensor | None:
