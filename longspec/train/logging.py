@@ -66,34 +66,33 @@ class RunLog:
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
         self.total_steps = total_steps
 
-    def step(self, metrics: dict[str, Any], repeated: bool = False) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         """Log one optimizer step. `metrics` holds `step` and plain numbers.
 
-        repeated: whether they are further metrics of the step from which the run resumed, for a second line.
+        Further metrics of the step from which the run resumed make a second line of that step. Training continues
+        without a line that does not fit on the disk.
         """
         if not self.active:
             return
-        self._write({**self.last_metrics, **metrics} if repeated else metrics)
+        if metrics["step"] == self.last_metrics.get("step"):
+            metrics = self.last_metrics | metrics
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            logger.warning("%s: step %d cannot be written (%s)", self.path, metrics["step"], error.strerror)
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         # Lines would otherwise break the progress bar.
         with logging_redirect_tqdm():
             logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
-        self.bar.update(0 if repeated else 1)
+        self.bar.update(metrics["step"] - self.bar.n)
 
     def close(self) -> None:
         """Finish the progress bar and W&B's upload."""
         if self.active:
             self.bar.close()
             self._tell_wandb(lambda: self.wandb.finish())
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        """Append a line. Training continues without it if the disk is full."""
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-        except OSError as error:
-            logger.warning("%s: step %d cannot be written (%s)", self.path, metrics["step"], error.strerror)
 
     def _tell_wandb(self, tell: Callable[[], object]) -> None:
         """Call W&B, and stop using it after an error.

@@ -91,7 +91,7 @@ class Trainer:
 
         step = self.start_step
         if self.evaluation_due and (evaluated := self.evaluate(step, termination)):
-            log.step({"step": step, **evaluated}, repeated=True)
+            log.step({"step": step, **evaluated})
         self.steps.start(step + 1, arrays)
         while self.steps.micro_batches and (metrics := self.steps.take(step + 1, termination)) is not None:
             step += 1
