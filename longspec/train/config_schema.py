@@ -1,5 +1,6 @@
 """The keys of a training run, their types and the values that they take."""
 
+import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -22,10 +23,19 @@ def _as_list(files: Any) -> Any:
     return [files] if isinstance(files, str) else files
 
 
-Whole = Annotated[int, Field(strict=True)]
-Positive = Annotated[int, Field(strict=True, gt=0, lt=LARGEST)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
-Real = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+def _number(value: Any) -> Any:
+    """The number in a text, which is what ${oc.env:NAME} returns."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+NUMBER = BeforeValidator(_number)
+Whole = Annotated[int, Field(strict=True), NUMBER]
+Positive = Annotated[int, Field(strict=True, gt=0, lt=LARGEST), NUMBER]
+Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST), NUMBER]
+Real = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), NUMBER]
 # A beta of 1 would divide by zero in Adam's bias correction.
 Betas = Annotated[list[Annotated[float, Field(strict=True, ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 Files = Annotated[list[str], BeforeValidator(_as_list)]
@@ -160,8 +170,8 @@ class TrainConfig:
     log_target_loss: bool
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Real
-    warmup_ratio: Annotated[float, Field(strict=True, ge=0, le=1)]
-    weight_decay: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+    warmup_ratio: Annotated[float, Field(strict=True, ge=0, le=1), NUMBER]
+    weight_decay: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), NUMBER]
     adam_betas: Betas
     max_grad_norm: Real
     per_device_train_batch_size: Positive

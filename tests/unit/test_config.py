@@ -326,6 +326,16 @@ def test_every_key_and_flag_is_documented(capsys: pytest.CaptureFixture[str]) ->
     assert not (keys | flags) - documented
 
 
+def test_a_number_may_be_text(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment variable is text, also where other values follow from it."""
+    for name, value in (("LENGTH", "64"), ("RATE", "1e-3")):
+        monkeypatch.setenv(name, value)
+    numbers = ["data.max_length=${oc.env:LENGTH}", "learning_rate=${oc.env:RATE}", "seed='3'", "tp_size='1'"]
+    for name in (TINY, "your-model"):
+        config = load(name, *paths, *numbers)
+        assert (config.data.max_length, config.learning_rate, config.seed, config.tp_size) == (64, 1e-3, 3, 1)
+
+
 def test_a_group_is_chosen_at_any_depth(paths: list[str], tmp_path: Path) -> None:
     """A folder of the user's own may nest its groups."""
     shutil.copytree(EXP, folder := tmp_path / "exp")
