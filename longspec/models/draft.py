@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.kernels.training.varlen_torch import TorchAttention
 from longspec.models.draft_vocabulary import MAPS, listed_tokens, vocabulary_maps
 
 MAX_WINDOW = 2**20
@@ -99,7 +99,7 @@ class TrainingPass:
     """[B, T, hidden], the target's."""
     rope: Rope
     segments: Segments
-    attention: PaddedAttention
+    attention: TorchAttention
     """The attention of the pair's device and dtype, over flattened tokens."""
     target: TargetStates
 

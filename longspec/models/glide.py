@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import resolve_attention, training_attention
-from longspec.kernels.training.varlen_padded import PaddedAttention, on_flat
+from longspec.kernels.training.varlen_torch import TorchAttention, on_flat
 from longspec.models import generation
 from longspec.models.architectures import draft_class
 from longspec.models.draft import Options, Reads, TargetStates, TrainingPass
@@ -144,7 +144,7 @@ class GlideMixin(PretrainedPairMixin):
             hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
         return TargetStates(hidden, list(kv.kept.values()), states.joined())
 
-    def _training_attention(self) -> PaddedAttention:
+    def _training_attention(self) -> TorchAttention:
         """The attention of this pair's device and dtype."""
         # Never quantized. DeepSpeed would keep a weight gathered that is read as an attribute.
         weight = next(self.model.embed_tokens.parameters())

@@ -28,8 +28,7 @@ from longspec.longbench.command import parse_options
 from longspec.models import architectures
 from longspec.pipeline import command as draft_command
 from longspec.regenerate import command as regenerate_command
-from longspec.train.config import compose_config, read_config_file, typed
-from longspec.train.recipe import auto_keys, with_auto_values
+from longspec.train.config import compose_config, read_config_file, typed_with_auto
 from longspec.train.resume import with_draft_options
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +80,7 @@ def composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, 
 
     def compose(folder: str, name: str, overrides: list[str]) -> None:
         composed = compose_config(folder, name, [*overrides, target])
-        typed(with_auto_values(composed, auto_keys(composed)))
+        typed_with_auto(composed)
 
     return compose
 
