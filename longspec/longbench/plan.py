@@ -41,13 +41,13 @@ SHAPE_OPTIONS = {
     "tree": ("tree_shape", "tree_rule", "tree_nodes", "lookup_branches"),
     "magicdec": ("gamma",),
     "lookup": ("gamma",),
-    "auto": ("tree_shape", "tree_rule"),
+    "auto": ("tree_shape", "tree_rule", "tree_nodes", "gamma"),
 }
 """The options that determine each method's proposals."""
 SAMPLING = ("temperature", "top_p", "top_k")
 OTHER_OPTIONS = (
     *("task", "method", *SAMPLING, "seed", "batch_size"),
-    *("test_length", "min_prompt_len", "headroom", "chat_format", "compile"),
+    *("test_length", "min_prompt_len", "headroom", "chat_format", "compile", "tp_size"),
 )
 """The options of every method that distinguish a run from others."""
 
@@ -109,9 +109,6 @@ class EvaluationPlan:
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
             **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
-            **self._own_limits(),
-            # Absent for a target on one device, whose folders keep their names.
-            **({"tp_size": options.tp_size} if options.tp_size > 1 else {}),
             **options.token_options,
             "max_gen_len": self.max_new_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -126,11 +123,6 @@ class EvaluationPlan:
             "versions": versions(),
         }
 
-    def _own_limits(self) -> dict[str, Any]:
-        """What the user sets of the plans of "auto". Runs without it keep their folders."""
-        names = ("gamma", "tree_nodes") if self.options.method == AUTO else ()
-        return {name: value for name in names if (value := getattr(self.options, name)) != self.options.defaults[name]}
-
     @property
     def state_in_use(self) -> dict[str, Tensor] | None:
         """The weights of the draft; None for a method that reads none. One that is given may still be unused."""
@@ -139,7 +131,7 @@ class EvaluationPlan:
     def _draft_identity(self) -> dict[str, Any]:
         # A draft that is given but not used does not change the results.
         if self.draft is None or self.state_in_use is None:
-            return {"draft": None, "draft_window": None}
+            return {"draft": None}
         return {"draft": state_digest(self.state_in_use), **draft_settings(self.draft).options.entries()}
 
     @property
@@ -155,8 +147,7 @@ class EvaluationPlan:
             return Path(self.options.output_dir)
         # A hub id has slashes, and a name of dots would leave the folder.
         model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
-        defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
-        return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
+        return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration))
 
 
 def make_plan(options: argparse.Namespace) -> EvaluationPlan:

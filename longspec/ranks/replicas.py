@@ -8,11 +8,9 @@ import os
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,12 +38,10 @@ POLL_S = 0.1
 """Seconds between two looks at stop signals while a rank waits for the others."""
 STOP = "stop"
 """Key of the store that holds the number of the first stop signal."""
-LOST = "lost"
-"""Counter of the ranks that have noticed the end of another rank."""
 
 
 class Replicas:
-    """The ranks of a launch, as seen by one of them."""
+    """The ranks of a launch, as seen by one of them. If another one has ended, the collectives end this one, too."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None) -> None:
         """store: shared by all ranks; None for a single replica. Use `joined_replicas`."""
@@ -53,7 +49,7 @@ class Replicas:
         self.size = size
         self.local_rank = local_rank
         self._store = store
-        self._counts: Counter[str] = Counter()
+        self._count = 0
         self._run = 0
 
     def device(self, device: str | None) -> str | None:
@@ -114,41 +110,32 @@ class Replicas:
         """The indices of this rank's items. All ranks must call it with the same loads."""
         return balanced(loads, self.size)[self.rank]
 
-    def start_counts(self) -> None:
-        """Start all shared counters at 0. All ranks must call it, before they count."""
+    def start_count(self) -> None:
+        """Start the shared counter at 0. All ranks must call it, before they count."""
         self._run += 1
-        self._counts.clear()
+        self._count = 0
 
-    def count(self, name: str, items: int) -> int:
-        """Add to the shared counter `name`, and return its value, to which all ranks have added."""
+    def count(self, items: int) -> int:
+        """Add to the shared counter, and return its value, to which all ranks have added."""
         if self._store is None:
-            self._counts[name] += items
+            self._count += items
         else:
             with self._connected():
-                self._counts[name] = self._store.add(f"count/{self._run}/{name}", items)
-        return self._counts[name]
-
-    def last_count(self, name: str) -> int:
-        """The last value of a shared counter that this rank has seen."""
-        return self._counts[name]
+                self._count = self._store.add(f"count/{self._run}", items)
+        return self._count
 
     def stopped(self, stop: StopSignals) -> bool:
         """Whether a stop signal has reached any rank. Then `stop.received` is set on this rank, too."""
-        with self._connected():
-            self._pass_on(stop)
+        if self._store is not None:
+            with self._connected():
+                if stop.received is not None:
+                    self._store.set(STOP, str(stop.received))
+                elif self._store.check([STOP]):
+                    stop.received = int(self._store.get(STOP))
         return stop.received is not None
 
-    def _pass_on(self, stop: StopSignals) -> None:
-        """Tell the other ranks about a stop signal, or learn of theirs. Raises RuntimeError if the store has ended."""
-        if self._store is None:
-            return
-        if stop.received is not None:
-            self._store.set(STOP, str(stop.received))
-        elif self._store.check([STOP]):
-            stop.received = int(self._store.get(STOP))
-
-    def meet(self, stop: StopSignals, watch: Callable[[], object] = lambda: None) -> None:
-        """Wait until every rank has called this. Raises LostRank if one has ended before.
+    def meet(self, stop: StopSignals, watch: Callable[[], object]) -> None:
+        """Wait until every rank has called this.
 
         Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
         POLL_S seconds, and once more after it.
@@ -156,44 +143,28 @@ class Replicas:
         if self._store is None:
             return
         with self._connected():
-            self._pass_on(stop)
+            self.stopped(stop)
             arrival = dist.barrier(group=waiting_group(), async_op=True)
             while not arrival.is_completed():
-                self._pass_on(stop)
+                self.stopped(stop)
                 watch()
                 time.sleep(POLL_S)
             arrival.wait()
             # The last rank may have come because of a signal, which it passed on just before.
-            self._pass_on(stop)
+            self.stopped(stop)
             watch()
             # Rank 0 may host the store, so it leaves after the last use of it.
             from_every_rank(None)
 
-    @cached_property
-    def reports_loss(self) -> bool:
-        """Whether this rank is to report that another one has ended. True on one of those that notice it."""
-        try:
-            return self._store is None or self._store.add(LOST, 1) == 1
-        except RuntimeError:  # the store has ended with rank 0
-            return True
-
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Turn the error of a broken connection into LostRank."""
+        """End this process with a line if the connection is broken."""
         try:
             yield
         except RuntimeError as error:
-            raise LostRank(self) from error
-
-
-class LostRank(SystemExit):
-    """The end of a process that has lost another rank. One of the remaining ranks prints a line."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        line = (
-            f"rank {replicas.rank} of {replicas.size} ends, because another rank has ended; the same command continues"
-        )
-        super().__init__(line if replicas.reports_loss else 1)
+            raise SystemExit(
+                f"rank {self.rank} of {self.size} ends, because another rank has ended; the same command continues"
+            ) from error
 
 
 def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:

@@ -25,8 +25,8 @@ from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
 from longspec.models.target_files import read_generation_config
-from longspec.ranks.replicas import LostRank, Replicas
-from longspec.regenerate.settings import NOT_STORED, Settings, check_settings
+from longspec.ranks.replicas import Replicas
+from longspec.regenerate.settings import Settings, check_settings
 from longspec.regenerate.shards import SplitShards, identity, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
@@ -71,8 +71,6 @@ def regenerate(
             # A stop signal ends the process at once.
             job = ResumableJob(shards.total, "prompt", shards.output, StopSignals(), replicas)
             job.run(missing, work, partial(_write_shards, writer, shards), done, settings.split)
-            if job.is_lost:
-                raise LostRank(replicas)
         return shards.merge() if replicas.rank == 0 else None
 
 
@@ -101,7 +99,7 @@ def _prepare(
     report_ignored(read_generation_config(target, config), target, (), report)
     settings.penalties(tokenizer, config.vocab_size)  # checks them
     total = min(settings.count or len(files), len(files)) if files else settings.count
-    settings = replace(settings, chat_format=chat_format, shard_size=shard_size(settings, total))
+    settings = replace(settings, chat_format=chat_format, shard_size=settings.shard_size or shard_size(total))
     if files and files.unread:
         report(unread_note(files.unread))
     if files and replicas.rank == 0:
@@ -131,9 +129,6 @@ def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[s
     # As YAML will store it: tuples become lists.
     facts = json.loads(json.dumps(asdict(settings)))
     del facts["output_dir"]
-    for name, default in NOT_STORED.items():
-        if getattr(settings, name) == default:
-            del facts[name]
     facts["target_digest"] = digest
     facts["files"] = files.digests if files else {}
     facts["versions"] = versions()

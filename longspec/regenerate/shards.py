@@ -16,7 +16,7 @@ from longspec.data.records import Record, RecordError, read_records
 from longspec.errors import UserError
 from longspec.jobs.job import differences
 from longspec.locks import locked
-from longspec.regenerate.settings import NOT_STORED, Settings
+from longspec.regenerate.settings import Settings
 from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
@@ -25,20 +25,13 @@ SHARDS, LARGEST = 128, 2048
 """Number of shards of a run, and the largest number of prompts in one; more prompts make more shards."""
 
 
-def shard_size(settings: Settings, total: int) -> int:
-    """Prompts per shard: the setting, else as in the shards on disk, else so that a stopped run loses few answers."""
-    file = split_folder(settings) / PROVENANCE_NAME
-    stored = _read_facts(file).get("shard_size", 0) if file.exists() else 0
-    return settings.shard_size or stored or min(-(-total // SHARDS), LARGEST)
-
-
-def split_folder(settings: Settings) -> Path:
-    """The folder of a split's shards."""
-    return Path(settings.output_dir) / f"{settings.split}.shards"
+def shard_size(total: int) -> int:
+    """Prompts per shard by default: so many that a stopped run loses few answers."""
+    return min(-(-total // SHARDS), LARGEST)
 
 
 class SplitShards:
-    """The shards of a split. SplitShards are written atomically, and a run resumes after the existing ones."""
+    """The shards of a split. They are written atomically, and a run resumes after the existing ones."""
 
     def __init__(self, settings: Settings, total: int) -> None:
         """total: number of prompts in all shards."""
@@ -46,7 +39,7 @@ class SplitShards:
         self.total = total
         self.count = -(-total // settings.shard_size)
         """Number of shards."""
-        self.folder = split_folder(settings)
+        self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
 
     def range(self, shard: int) -> range:
@@ -117,8 +110,8 @@ class SplitShards:
 
 
 def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that determine the text, those at their defaults included, without the versions of the libraries."""
-    return {name: value for name, value in {**NOT_STORED, **facts}.items() if name != "versions"}
+    """The facts that determine the text: all but the versions of the libraries."""
+    return {name: value for name, value in facts.items() if name != "versions"}
 
 
 def _read_facts(file: Path) -> dict[Any, Any]:

@@ -19,8 +19,8 @@ from longspec.inference.request import Sampling, row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int, int], object]
-"""Called with the number of new tokens and of finished prompts since the last call."""
+Progress = Callable[[int], object]
+"""Called with the number of prompts that are finished now."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 
@@ -83,7 +83,7 @@ class Writer:
         """
         shards = [_Shard(number, own) for number, own in rows.items()]
         if self.files is None:
-            self._write_turns(shards, progress)
+            self._write_turns(shards)
         else:
             for shard in shards:
                 rejected: list[str] = []
@@ -93,13 +93,13 @@ class Writer:
                     shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
-            progress(0, len(shard.rows) - len(shard.requests))  # dropped without an answer
+            progress(len(shard.rows) - len(shard.requests))  # dropped without an answer
         owners = [shard for shard in shards for _ in shard.requests]
         left = Counter(shard.number for shard in owners)
 
         def finish(number: int) -> None:
             shard = owners[number]
-            progress(0, 1)
+            progress(1)
             left[shard.number] -= 1
             if not left[shard.number]:
                 done(shard.number, self._records(shard), shard.dropped)
@@ -107,12 +107,11 @@ class Writer:
         for shard in shards:
             if not shard.requests:
                 done(shard.number, [], shard.dropped)
-        self._answer(shards, progress, finish, self.settings.shard_size)
+        self._answer(shards, finish, self.settings.shard_size)
 
     def _answer(
         self,
         shards: Sequence[_Shard],
-        progress: Progress,
         finish: Callable[[int], object] = lambda number: None,
         window: int | None = None,
     ) -> None:
@@ -122,19 +121,18 @@ class Writer:
 
         def take(number: int, event: Tokens) -> None:
             answers[number] += event.ids
-            progress(len(event.ids), 0)
 
         listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
 
-    def _write_turns(self, shards: Sequence[_Shard], progress: Progress) -> None:
+    def _write_turns(self, shards: Sequence[_Shard]) -> None:
         """Prompts whose user turns the target writes."""
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.turn_stop_ids)
         sampling = self.settings.sampling(TURN_TEMPERATURE, penalties)
         for shard in shards:
             prompts, samplings = [self.turn_opening] * len(shard.rows), [sampling] * len(shard.rows)
             self._request(shard, "turns", prompts, samplings, self.settings.max_turn_tokens, self.turn_stop_ids)
-        self._answer(shards, progress)
+        self._answer(shards)
         for shard in shards:
             shard.prompts = self._turn_prompts(shard)
 

@@ -102,7 +102,7 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
 
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
-    """A resumed run writes only the missing shards, which have the size of those that exist."""
+    """A resumed run writes only the missing shards."""
     given = settings(target, tmp_path, files=(str(questions),), top_p=0.99)
     whole = regenerate(given)
     first = Path(str(whole)).read_bytes()
@@ -111,7 +111,7 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     kept, lost = shards[0].stat().st_mtime_ns, shards[1].read_bytes()
     shards[1].unlink()
     Path(str(whole)).unlink()
-    assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
+    assert Path(str(regenerate(given))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
     for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, 1.0 here"):
         with pytest.raises(UserError, match=rf"has shards of a different run \({differing}\)"):
