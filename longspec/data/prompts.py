@@ -22,6 +22,7 @@ from longspec.data.records import (
     split_pairs,
 )
 from longspec.data.templates import CONTINUED_KINDS, apply_template, composed, conversation_text
+from longspec.digests import file_digests
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -56,22 +57,21 @@ class PromptFiles:
         """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
         self.lines: list[tuple[str, int, int, int]] = []
         """File, line number from 1, byte offset and number of bytes of each record."""
-        self.digests: dict[str, str] = {}
-        """SHA-256 of each file's bytes, by path."""
+        paths = data_files(files)
+        self.digests = dict(zip(paths, file_digests(paths), strict=True))
+        """The digest of each file, by path."""
         self.unread: set[str] = set()
         """The fields that nothing reads."""
-        for path in data_files(files):
-            digest, start = hashlib.sha256(), 0
+        for path in paths:
+            start = 0
             with open(path, "rb") as handle:
                 for number, raw in enumerate(handle, 1):
-                    digest.update(raw)
                     if raw.strip():
                         # Converted once only for its errors; the text is read again when it is needed.
                         with located(path, number):
                             _prompts(parse_record(path, number, raw), self.unread)
                         self.lines.append((path, number, start, len(raw)))
                     start += len(raw)
-            self.digests[path] = digest.hexdigest()
         if not self.lines:
             raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
 

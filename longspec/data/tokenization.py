@@ -100,7 +100,9 @@ class Tokenize:
         def build(folder: str) -> None:
             global _forked
             # Only numbers; the lines stay in the files.
-            chunks = Dataset(InMemoryTable.from_pylist(list(lines.chunks(digests))), fingerprint="chunks")
+            chunks = Dataset(
+                InMemoryTable.from_pylist(list(lines.chunks(path for path, _ in digests))), fingerprint="chunks"
+            )
             workers = min(num_proc, len(chunks))
             forks = workers > 1 and multiprocess.get_start_method() == "fork"
             _forked = self if forks else None
@@ -115,6 +117,7 @@ class Tokenize:
                 cache_file_name=str(Path(folder) / "tokens.arrow"),
                 desc="Tokenizing",
             )
+            lines.check_unchanged(digests)
 
         folder = Path(cache_dir or config.HF_DATASETS_CACHE) / "longspec" / f"tokens-{fingerprint}"
         return cached_table(folder, build)
