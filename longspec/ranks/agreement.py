@@ -38,18 +38,15 @@ def launched_ranks() -> tuple[int, int]:
 
     A run without a launcher is rank 0 of 1. Raises UserError if the environment is contradictory.
     """
-    rank = _environment_number("RANK")
-    world_size = _environment_number("WORLD_SIZE")
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    is_launch = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
     # Defaults are for one process only; guessed values would make ranks wait for each other.
-    missing = [name for name in ALONE if name not in os.environ and name != "LOCAL_RANK"]
-    if world_size > 1 and missing:
+    if not is_launch or (int(world_size) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
         raise UserError(
-            f"environment variable WORLD_SIZE: {world_size} ranks, but {', '.join(missing)} not set; start the run "
-            "with `deepspeed` or `torchrun`, or unset WORLD_SIZE for a run on one device"
+            f"environment variables: RANK is {rank!r} and WORLD_SIZE {world_size!r}, without what a launcher sets; "
+            "start the run with `deepspeed` or `torchrun`, or unset them for a run on one device"
         )
-    if rank >= world_size:
-        raise UserError(f"environment variable RANK: {rank}, but WORLD_SIZE is {world_size}; ranks count from 0")
-    return rank, world_size
+    return int(rank), int(world_size)
 
 
 def complete_environment() -> None:
@@ -59,15 +56,6 @@ def complete_environment() -> None:
     """
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
-
-
-def _environment_number(name: str) -> int:
-    value = os.environ.get(name, ALONE[name])
-    if not value.isdecimal():
-        raise UserError(
-            f"environment variable {name}: {value!r} is not a number; start the run with `deepspeed` or `torchrun`"
-        )
-    return int(value)
 
 
 @contextmanager

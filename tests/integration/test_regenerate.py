@@ -231,7 +231,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(SystemExit, match="2"):
         main([*base, "--count", "3"])
-    assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
+    assert "environment variables: RANK is 'x'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("method", "drafts"), [("tree", True), ("auto", True), ("vanilla", False)])
@@ -289,7 +289,7 @@ def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypat
     """A folder that is deleted meanwhile is not created again, because it would have no lock."""
     given = settings(target, tmp_path, count=4)
     with (
-        SplitShards(given, 4).claimed({"seed": 0}),
+        SplitShards(given, 4, {"seed": 0}).claimed(),
         pytest.raises(UserError, match=rf"another run \(process {os.getpid()} "),
     ):
         regenerate(given)
@@ -302,10 +302,10 @@ def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("content", ["", "a: ["])
 def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content: str) -> None:
-    shards = SplitShards(settings(target, tmp_path, count=4), 4)
+    shards = SplitShards(settings(target, tmp_path, count=4), 4, {"seed": 1})
     shards.folder.mkdir()
     (shards.folder / "provenance.yaml").write_text(content)
-    damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file")
-    with damaged as error, shards.claimed({"seed": 1}):
+    damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable ")
+    with damaged as error, shards.claimed():
         pass
     assert "\n" not in str(error.value)
