@@ -35,21 +35,10 @@ from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
 from longspec.models.target_files import position_limit, read_generation_config
 
-SHAPE_OPTIONS = {
-    "vanilla": (),
-    "seq": ("gamma",),
-    "tree": ("tree_shape", "tree_rule", "tree_nodes", "lookup_branches"),
-    "magicdec": ("gamma",),
-    "lookup": ("gamma",),
-    "auto": ("tree_shape", "tree_rule", "tree_nodes", "gamma"),
-}
-"""The options that determine each method's proposals."""
 SAMPLING = ("temperature", "top_p", "top_k")
-OTHER_OPTIONS = (
-    *("task", "method", *SAMPLING, "seed", "batch_size"),
-    *("test_length", "min_prompt_len", "headroom", "chat_format", "compile", "tp_size"),
-)
-"""The options of every method that distinguish a run from others."""
+INPUTS = ("model_name", "target", "draft", "data_path_prefix", "prompt_file", "token_options", "device")
+"""Options that count by what they resolve to."""
+OUTPUTS = ("output_dir", "overwrite")
 
 
 @dataclass
@@ -108,7 +97,7 @@ class EvaluationPlan:
         # The token ids cover everything that makes the prompts: data, templates, chat format, tokenizer.
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
-            **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
+            **{name: value for name, value in vars(options).items() if name not in (*INPUTS, *OUTPUTS)},
             **options.token_options,
             "max_gen_len": self.max_new_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),

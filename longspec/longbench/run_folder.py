@@ -29,9 +29,8 @@ def folder_name(configuration: Identity) -> str:
     configuration.
     """
     method, temperature, dtype = (configuration[name] for name in ("method", "temperature", "dtype"))
-    shape = "-".join(map(str, configuration.get("tree_shape", ())))[:LONGEST_SHAPE]
-    if not shape and "gamma" in configuration:
-        shape = f"gamma{configuration['gamma']}"
+    tree = "-".join(map(str, configuration["tree_shape"]))[:LONGEST_SHAPE]
+    shape = {"tree": tree, "auto": tree, "vanilla": ""}.get(method, f"gamma{configuration['gamma']}")
     digest = hashlib.blake2b(json.dumps(configuration, sort_keys=True).encode()).hexdigest()[:DIGEST_LENGTH]
     return "_".join(filter(None, [method, shape, f"t{temperature:g}", dtype, digest]))
 

@@ -100,7 +100,7 @@ def test_every_configuration_has_a_default_folder_of_its_own(
     all_folders = [*folders.values(), folder(line=swapped), folder(line=longer)]
     assert len(set(all_folders)) == len(all_folders)
     attention = "sdpa" if native_library() is None else "native"
-    chosen_by_default = ("--attention", attention, "--dtype", "float32", "--max_gen_len", "64", "--gamma", "7")
+    chosen_by_default = ("--attention", attention, "--dtype", "float32", "--max_gen_len", "64")
     assert folder(*chosen_by_default) == folder()
     assert not (tmp_path / "outputs").exists()
 
@@ -122,7 +122,7 @@ def test_results_of_another_run_are_refused_and_kept(
     message = refused(arguments(target, data, uninterrupted, *SAMPLED, "--temperature", "0", "--seed", "3"))
     assert "(temperature: 1.0 there, 0.0 here; seed: 0 there, 3 here); choose another output" in message
     message = refused(arguments(target, data, uninterrupted, *SAMPLED, "--method", "tree"))
-    assert 'method: "seq" there, "tree" here; gamma: 4 there, null here; tree_shape: null there' in message
+    assert '(method: "seq" there, "tree" here)' in message
     other = make_target(tmp_path / "target", seed=5)
     message = refused(arguments(other, data, uninterrupted, *SAMPLED, draft=draft_of(target)))
     assert "(target: other content)" in message
