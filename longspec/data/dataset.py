@@ -1,6 +1,7 @@
 """The data pipeline, from JSONL files to rows of token ids."""
 
 import logging
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -66,7 +67,10 @@ def build_dataset(
     if list(tokenize.aligners[-1:]) != [common_form_aligner()]:
         raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
     digests = lines.content_digests(files)
-    if unread := tokenize.unread(lines.first_lines(digests, FIRST_LINES)):
+    first_lines = list(islice(chain.from_iterable(lines.text_lines(path) for path, _ in digests), FIRST_LINES))
+    if not first_lines:
+        raise UserError(f"no record in {digests[0][0]} …: all lines are blank")
+    if unread := tokenize.unread(first_lines):
         logger.info(unread_note(unread))
     samples = tokenize.table(digests, num_proc, cache_dir)
 

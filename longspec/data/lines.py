@@ -32,10 +32,6 @@ def data_files(files: Files) -> list[str]:
         if not matches:
             raise UserError(f"no data file at '{name}': give a .jsonl file, a folder of them, or a pattern")
         paths += matches
-    # Checked here, because tokenization of the files before an unreadable one can take hours.
-    for path in paths:
-        if not os.access(path, os.R_OK):
-            raise UserError(f"data file '{path}' cannot be read: check its permissions")
     return paths
 
 
@@ -57,15 +53,6 @@ def content_digests(files: Files) -> list[list[str]]:
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
     return [list(entry) for entry in zip(paths, file_digests(paths), strict=True)]
-
-
-def first_lines(digests: Sequence[Sequence[str]], count: int) -> list[Line]:
-    """The first `count` non-blank lines of the files of `content_digests`. Raises UserError if all are blank."""
-    lines = list(islice((line for path, _ in digests for line in text_lines(path)), count))
-    if not lines:
-        names = ", ".join(path for path, _ in digests[:3])
-        raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
-    return lines
 
 
 def text_lines(path: str) -> Iterator[Line]:

@@ -18,7 +18,6 @@ from longspec.data.records import (
     RecordError,
     located,
     parse_record,
-    record_kind,
     split_pairs,
 )
 from longspec.data.templates import CONTINUED_KINDS, apply_template, composed, conversation_text
@@ -31,9 +30,6 @@ LOOP_SHARE = 0.5
 """Share of distinct n-grams below which a text is a repetition loop."""
 LOOP_TAIL = 128
 """Tokens at the end of a text in which a loop is also looked for."""
-PROMPT_FIELDS = ("prompt", *TURN_KINDS, *(kind.prompt_field for kind in KINDS if kind.prompt_field))
-PROMPT_FORMS = (*dict.fromkeys(PROMPT_FIELDS), "context + input")
-"""The fields of a record from which prompts are read, the usual ones first."""
 PLACEHOLDER = "USER-TURN"
 """Text that marks the content of a user turn in the output of a chat template."""
 
@@ -122,7 +118,6 @@ def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, 
     prompts = []
     # The same aligners as in training, so that any training file serves as a file of prompts.
     record = _with_answer(record)
-    record_kind(record, PROMPT_FORMS)
     if unread is not None:
         unread |= unread_fields(record)
     for part in split_pairs(record):

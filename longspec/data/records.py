@@ -1,7 +1,7 @@
 """Records of JSONL files: their fields and kinds."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,13 +55,6 @@ KINDS = (
     Kind("problem", "problem", "solution"),
     Kind("prompt", "prompt", "completion"),
 )
-RECORD_FORMS = tuple(
-    dict.fromkeys(
-        f"{kind.prompt_field} + {kind.answer_field}" if kind.prompt_field else kind.answer_field
-        for kind in sorted(KINDS, key=lambda kind: kind.name != "text")
-    )
-)
-"""The fields of each kind, plain text first."""
 KIND_FIELDS = frozenset(name for kind in KINDS for name in (kind.prompt_field, kind.answer_field) if name)
 """Fields that tell a record's kind."""
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
@@ -132,11 +125,8 @@ def split_pairs(record: Record) -> list[Record]:
     return records
 
 
-def record_kind(record: Record, forms: Iterable[str] = RECORD_FORMS) -> Kind:
-    """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits.
-
-    forms: those that the error names.
-    """
+def record_kind(record: Record) -> Kind:
+    """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits."""
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
     # `source` is a prompt in some data sets and the name of the corpus in others.
@@ -150,8 +140,8 @@ def record_kind(record: Record, forms: Iterable[str] = RECORD_FORMS) -> Kind:
             answers = [other.answer_field for other in KINDS if other.prompt_field == kind.prompt_field]
             raise RecordError("' or '".join(answers), f"is missing or null, and '{kind.prompt_field}' needs it")
     names = ", ".join(sorted(set(record) - {WHERE})) or "none"
-    first, *others = forms
-    raise RecordError(first, f"is missing or null; this record has {names}; use one of: {', '.join((first, *others))}")
+    forms = dict.fromkeys(" + ".join(filter(None, kind[1:])) for kind in KINDS)
+    raise RecordError(None, f"no text or prompt; the record has {names}; use one of: {', '.join(forms)}")
 
 
 def text_of(value: Any, field: str) -> str:

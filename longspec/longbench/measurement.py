@@ -162,6 +162,6 @@ def describe(plan: EvaluationPlan) -> dict[str, Any]:
         "method": plan.options.method,
         "model": plan.pair.name,
         "task": plan.options.task,
-        "left_out": {name: getattr(selection, name) for name in ("too_short", "too_long", "not_reached")},
+        "left_out": {name: getattr(selection, name) for name in ("too_short", "too_long")},
         "config": options | plan.settings | resolved,
     }

@@ -160,9 +160,7 @@ class Termination(StopSignals):
     each step calls `agreed`, so that all ranks stop after the same step.
     """
 
-    def __init__(self, at_once: bool = False) -> None:
-        super().__init__(at_once)
-        self._noticed_at: float | None = None
+    _noticed_at: float | None = None
 
     def __str__(self) -> str:
         return self.cause or ("no signal" if self.received is None else signal.Signals(self.received).name)

@@ -211,7 +211,7 @@ def test_bad_input_is_one_line(
     for first, second, problem in (
         ("", '{"problem": "p", "max_tokens": 3}', "line 1: field 'max_tokens' is not read"),
         (whole, '{"text": "t"}', "line 2: field 'text' is plain text, without a prompt"),
-        ("", '{"body": "t"}', "line 1: field 'prompt' is missing or null; this record has body; use one of: prompt, "),
+        ("", '{"body": "t"}', "line 1: no text or prompt; the record has body; use one of: "),
     ):
         plain.write_text(f"{first}{second}\n")
         with pytest.raises(UserError, match=rf"plain.jsonl, {problem}"):
