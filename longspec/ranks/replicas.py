@@ -107,8 +107,12 @@ class Replicas:
                 check_shared(folder)
 
     def share(self, loads: Sequence[int]) -> list[int]:
-        """The indices of this rank's items. All ranks must call it with the same loads."""
-        return balanced(loads, self.size)[self.rank]
+        """The indices of this rank's items. All ranks must call it with the same loads.
+
+        Items are dealt to the ranks in turn, the largest first.
+        """
+        by_load = sorted(range(len(loads)), key=lambda index: -loads[index])
+        return sorted(by_load[self.rank :: self.size])
 
     def start_count(self) -> None:
         """Start the shared counter at 0. All ranks must call it, before they count."""
@@ -165,20 +169,6 @@ class Replicas:
             raise SystemExit(
                 f"rank {self.rank} of {self.size} ends, because another rank has ended; the same command continues"
             ) from error
-
-
-def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:
-    """The indices of each rank's items, in ascending order.
-
-    The largest items come first, each to the rank with the smallest load so far. Ties go to the lower number.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
-        rank = totals.index(min(totals))
-        shares[rank].append(index)
-        totals[rank] += loads[index]
-    return [sorted(share) for share in shares]
 
 
 @contextmanager

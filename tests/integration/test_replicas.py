@@ -16,7 +16,7 @@ from longspec.cli.app import app
 from longspec.jobs.job import ResumableJob
 from longspec.locks import LOCK_NAME
 from longspec.longbench.command import main
-from longspec.ranks.replicas import Replicas, balanced
+from longspec.ranks.replicas import Replicas
 from longspec.regenerate.command import main as regenerate
 from longspec.signals import StopSignals
 
@@ -96,10 +96,9 @@ def check_complete(out: Path, alone: Path) -> None:
     assert {name: one[name] for name in COUNTS} == {name: other[name] for name in COUNTS}
 
 
-def test_longest_items_go_first_to_the_rank_with_the_smallest_load() -> None:
-    assert balanced([5, 9, 1, 7, 3, 3], 2) == [[1, 4, 5], [0, 2, 3]]  # 9 + 3 + 3 and 7 + 5 + 1
-    assert balanced([2, 2, 2], 2) == [[0, 2], [1]]
-    assert balanced([4], 3) == [[0], [], []]
+def test_items_are_dealt_to_the_ranks_the_longest_first() -> None:
+    shares = [Replicas(rank, 2).share([5, 9, 1, 7, 3, 3]) for rank in range(2)]
+    assert shares == [[0, 1, 4], [2, 3, 5]]
 
 
 def test_the_progress_of_a_second_run_of_a_process_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
