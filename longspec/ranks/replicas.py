@@ -44,12 +44,11 @@ class Replicas:
     """The ranks of a launch, as seen by one of them. If another one has ended, the collectives end this one, too."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None) -> None:
-        """store: shared by all ranks; None for a single replica. Use `joined_replicas`."""
+        """store: shared by all ranks; None for a single one. Use `joined_replicas`."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
-        self._store = store
-        self._count = 0
+        self._store = store or dist.HashStore()
         self._run = 0
 
     def device(self, device: str | None) -> str | None:
@@ -62,7 +61,7 @@ class Replicas:
 
     def from_rank_zero(self, compute: Callable[[], T]) -> T:
         """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
-        if self._store is None:
+        if self.size == 1:
             return compute()
         outcome = outcome_of(compute) if self.rank == 0 else None
         with self._connected():
@@ -73,7 +72,7 @@ class Replicas:
 
         A UserError on any rank ends all ranks with exit code 2, and the message of the first such rank is printed.
         """
-        if self._store is None:
+        if self.size == 1:
             return build()
         built, problem = attempt(build)
         problems = self.gather(problem)
@@ -95,14 +94,14 @@ class Replicas:
 
     def gather(self, value: T) -> list[T]:
         """The `value` of each rank, in order of rank. It is sent pickled."""
-        if self._store is None:
+        if self.size == 1:
             return [value]
         with self._connected():
             return from_every_rank(value)
 
     def check_shared(self, folder: Path) -> None:
         """End all ranks with an error unless all of them see the files that rank 0 writes to a folder."""
-        if self._store is not None:
+        if self.size > 1:
             with self._connected():
                 check_shared(folder)
 
@@ -115,27 +114,21 @@ class Replicas:
         return sorted(by_load[self.rank :: self.size])
 
     def start_count(self) -> None:
-        """Start the shared counter at 0. All ranks must call it, before they count."""
+        """Start another shared counter at 0. All ranks must call it, before they count."""
         self._run += 1
-        self._count = 0
 
     def count(self, items: int) -> int:
         """Add to the shared counter, and return its value, to which all ranks have added."""
-        if self._store is None:
-            self._count += items
-        else:
-            with self._connected():
-                self._count = self._store.add(f"count/{self._run}", items)
-        return self._count
+        with self._connected():
+            return self._store.add(f"count/{self._run}", items)
 
     def stopped(self, stop: StopSignals) -> bool:
         """Whether a stop signal has reached any rank. Then `stop.received` is set on this rank, too."""
-        if self._store is not None:
-            with self._connected():
-                if stop.received is not None:
-                    self._store.set(STOP, str(stop.received))
-                elif self._store.check([STOP]):
-                    stop.received = int(self._store.get(STOP))
+        with self._connected():
+            if stop.received is not None:
+                self._store.set(STOP, str(stop.received))
+            elif self._store.check([STOP]):
+                stop.received = int(self._store.get(STOP))
         return stop.received is not None
 
     def meet(self, stop: StopSignals, watch: Callable[[], object]) -> None:
@@ -144,7 +137,7 @@ class Replicas:
         Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
         POLL_S seconds, and once more after it.
         """
-        if self._store is None:
+        if self.size == 1:
             return
         with self._connected():
             self.stopped(stop)

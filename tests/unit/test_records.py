@@ -118,7 +118,7 @@ def test_a_line_that_is_no_object_names_file_and_line(raw, says):
         ({"report": "a", "summary": None}, "field 'summary' is missing or null, and 'report' needs it"),
         ({"problem": "a"}, "field 'qwq' or 'solution' is missing"),
         ({"source": "code", "body": "x"}, "no text or prompt; the record has body, source; use one of"),
-        ({}, "this record has none"),
+        ({}, "the record has none"),
     ],
 )
 def test_missing_fields_are_named(record, says):
