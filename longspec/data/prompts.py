@@ -3,11 +3,11 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.chat_template import template_text
-from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
+from longspec.data.aligners import ROLES, Turn, common_form_aligner
 from longspec.data.lines import Files, data_files
 from longspec.data.record_fields import check_sampling, unread_fields
 from longspec.data.records import (
@@ -43,7 +43,7 @@ class SourcePrompt:
     turns: list[Turn]
     """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
-    """SourcePrompt text in the chat format."""
+    """Its text in the chat format."""
 
 
 class PromptFiles:
@@ -89,14 +89,13 @@ class PromptFiles:
                 handle.seek(offset)
                 record = parse_record(path, number, handle.readline())
             # One record can hold several articles, and so several prompts.
-            for source_id, turns, text in _prompts(record):
+            for prompt in _prompts(record):
                 try:
-                    if turns:
-                        text = conversation_text(turns, family, tokenizer, chat_format)
+                    if prompt.turns:
+                        prompt = replace(prompt, text=conversation_text(prompt.turns, family, tokenizer, chat_format))
+                    prompts.append(prompt)
                 except RecordError as error:
                     rejected.append(f"{path}, line {number}: {error}")
-                    continue
-                prompts.append(SourcePrompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:
@@ -104,40 +103,24 @@ class PromptFiles:
         return sum(size for *_, size in self.lines[start:end])
 
 
-def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, list[Turn], str]]:
-    """Each prompt of a record, as (id, turns, "") or, for text to be continued, (id, [], text).
-
-    unread: gets the names of the fields that nothing reads.
-    """
-    is_longbench = isinstance(record.get("context"), str) and isinstance(record.get("input"), str)
-    if is_longbench and "instruction" not in record:
-        # A document and a question about it.
-        content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
-        others = {name: value for name, value in record.items() if name not in ("context", "input")}
-        record = {**others, "id": record.get("id", record.get("_id")), **_as_turns(content)}
+def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePrompt]:
+    """Each prompt of a record; the text of a conversation is empty. unread: gets the fields that nothing reads."""
     prompts = []
-    # The same aligners as in training, so that any training file serves as a file of prompts.
     record = _with_answer(record)
     if unread is not None:
         unread |= unread_fields(record)
-    for part in split_pairs(record):
-        for aligner in DEFAULT_ALIGNERS:
-            part = aligner(part)
-        source_id, kind, prompt = part["id"], part["kind"], part["prompt"]
+    # The same aligner as in training, so that any training file serves as a file of prompts.
+    for part in map(common_form_aligner(), split_pairs(record)):
+        kind, prompt = part["kind"], part["prompt"]
         if prompt is None:
             raise RecordError("text", "is plain text, without a prompt that a target could answer")
-        if not isinstance(prompt, str):
-            prompts.append((source_id, prompt, ""))
-        elif kind in CONTINUED_KINDS:
-            prompts.append((source_id, [], prompt))
-        else:
-            content = composed(kind, prompt)
-            prompts.append((source_id, _as_turns(content)["messages"], ""))
+        if isinstance(prompt, str) and kind in CONTINUED_KINDS:
+            prompts.append(SourcePrompt(part["id"], [], prompt))
+            continue
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": composed(kind, prompt)}]
+        prompts.append(SourcePrompt(part["id"], prompt, ""))
     return prompts
-
-
-def _as_turns(content: str) -> dict[str, list[Turn]]:
-    return {"messages": [{"role": "user", "content": content}]}
 
 
 def _with_answer(record: Record) -> Record:

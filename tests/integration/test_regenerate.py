@@ -39,7 +39,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
     records: list[dict] = [{"messages": [{"role": "user", "content": f"question {n} " * (n + 1)}]} for n in range(6)]
     records += [{"problem": "what is it?"}, {"prefix": "def f(x):"}, {"document": "news", "summary": "old"}]
-    records += [{"context": "a meeting\u2028", "input": "who came?"}]
+    records += [{"prompt": "a meeting\u2028\n\nwho came?"}]
     records += [records[0]]  # a duplicate
     path.write_text("".join(json.dumps({"id": f"r{n}", **record}) + "\n" for n, record in enumerate(records)))
     return path
