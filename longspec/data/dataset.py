@@ -54,13 +54,9 @@ def build_dataset(
 ) -> RowDataset:
     """Rows for the collator from JSONL files. The same arguments always give the same rows.
 
-    files: files, folders or patterns of JSONL records. pack: whether several samples share a row. num_proc: processes
-    that tokenize. cache_dir: folder of cached tokens; by default that of Hugging Face datasets. The cache depends on
-    the content of the lines and on everything that turns them into tokens, and it is verified on each call. With
-    several processes, let one of them build it first.
-
-    Raises UserError for bad files, records (with file, line and field) and settings, for a file that changes while it
-    is read, for a token without an embedding, and if no sample is left.
+    pack: whether several samples share a row. num_proc: processes that tokenize. cache_dir: folder of cached tokens; by
+    default that of Hugging Face datasets. With several ranks, let one of them build it first. Raises UserError for bad
+    files, records (with file, line and field) and settings, and if no sample is left.
     """
     if tokenize.max_length < 2:
         raise UserError(f"max_length is {tokenize.max_length}: a row needs at least 2 tokens, one of them to predict")

@@ -74,12 +74,10 @@ def chunks(files: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_chunk(path: str, line: int, start: int, size: int) -> Iterator[Line]:
-    """The non-blank lines of a chunk.
-
-    Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028.
-    """
+    """The non-blank lines of a chunk."""
     with open(path, "rb") as handle:
         handle.seek(start)
+        # A JSON string may contain other line separators, such as U+2028.
         lines = handle.read(size).split(b"\n")
     yield from ((path, number, raw) for number, raw in enumerate(lines, line) if raw.strip())
 

@@ -17,10 +17,7 @@ WHERE = "_where"
 
 
 class RecordError(UserError):
-    """A problem of one record, as (field, problem); field is None for one of the whole record.
-
-    `located` adds the file and the line.
-    """
+    """A problem of one record: (field or None, problem). `located` adds the file and the line."""
 
     def __str__(self) -> str:
         field, problem = self.args

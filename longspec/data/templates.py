@@ -151,10 +151,7 @@ def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: boo
 
 
 def check_embedded(ids: Sequence[int], vocab_size: int, tokenizer: Any, where: str) -> None:
-    """Raise UserError that starts with `where` for a token that the target has no embedding for.
-
-    A tokenizer may have more tokens than its target, such as those added for other programs.
-    """
+    """Raise UserError that starts with `where` for a token that only the tokenizer has, and not the target."""
     token = max(ids, default=0)
     if token >= vocab_size:
         text = tokenizer.convert_ids_to_tokens(int(token))

@@ -90,10 +90,7 @@ class Tokenize:
         return columns
 
     def table(self, digests: Digests, num_proc: int, cache_dir: str | None) -> Dataset:
-        """The samples of all lines of the files, memory-mapped. At most `num_proc` processes tokenize them if needed.
-
-        digests: from `lines.content_digests`.
-        """
+        """The samples of all lines of the files, memory-mapped. At most `num_proc` processes tokenize them if needed."""
         fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
@@ -158,10 +155,7 @@ class Tokenize:
         return reduce(lambda aligned, aligner: aligner(aligned), self.aligners[:-1], record)
 
     def _pieces(self, ids: list[int], prompt_length: int, splits: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split".
-
-        Pieces have no prompt, because samples that may be split have all tokens in the loss.
-        """
+        """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split"."""
         # The draft must learn to propose the EOS, but not where an answer was cut. A template may have written it.
         if not is_cut and ids[-1:] != [self.eos_token_id]:
             ids = [*ids, self.eos_token_id]
@@ -174,6 +168,7 @@ class Tokenize:
         if not splits or self.overflow == "truncate":
             kept = ids[: self.max_length]
             return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
+        # Samples that may be split have all tokens in the loss, so the pieces have no prompt.
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
         return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
 
@@ -192,9 +187,7 @@ def _piece(ids: list[int], prompt_length: int, length: int) -> dict[str, Any]:
 
 
 def _common_prefix(prompt: Sequence[int], whole: Sequence[int]) -> int:
-    """The number of leading tokens that the prompt alone shares with `whole`.
-
-    The tokenizer may merge the end of the prompt with the start of the answer. Such a token belongs to the answer.
-    """
+    """The number of leading tokens that the prompt alone shares with `whole`."""
+    # The tokenizer may merge the end of the prompt with the start of the answer. Such a token belongs to the answer.
     shared = min(len(prompt), len(whole))
     return next((i for i in range(shared) if prompt[i] != whole[i]), shared)

@@ -54,9 +54,8 @@ class ResumableJob:
     ) -> None:
         """Do this rank's share of the units. All ranks must call it with the same units.
 
-        load: the work of a unit, which is balanced over ranks. work: called with this rank's units, of which none
-        starts after a rank has received a stop signal. done: number of items that already have a result. label: text
-        of the progress bar. Returns once all ranks have finished.
+        load: the amount of work of a unit. work: called with this rank's units, of which none starts after a rank has
+        received a stop signal. done: number of items that already have a result. Returns once all ranks have finished.
         """
         self.replicas.start_count()
         hidden = self.is_hidden or self.replicas.rank > 0
@@ -74,10 +73,7 @@ class ResumableJob:
         return self.replicas.stopped(self.stop)
 
     def end(self, done: int) -> None:
-        """Raise SystemExit if a rank has received a stop signal, after one line of the launch about it.
-
-        done: number of items that have a result, on rank 0.
-        """
+        """Raise SystemExit if a rank has received a stop signal, after one line. done: number of results, on rank 0."""
         received = self.stop.received
         if received is None:
             return
@@ -95,8 +91,7 @@ class ResumableJob:
 def agree(prepare: Callable[[], T], identity: Identity, folder: Path, replicas: Replicas) -> T:
     """The result of `prepare()`, which opens the results on rank 0 only, on every rank.
 
-    identity: what determines the run's results. folder: that of the results. Raises UserError if a rank's identity
-    differs from that of rank 0, or if it does not see the folder of rank 0.
+    Raises UserError if a rank's identity differs from that of rank 0, or if it does not see rank 0's folder.
     """
     prepared, first_identity = replicas.from_rank_zero(lambda: (prepare(), identity))
     replicas.check_shared(folder)

@@ -24,10 +24,7 @@ ADVICE = "choose another output, or replace these results with --overwrite"
 
 
 class Results:
-    """The results of a run, and the file to which one rank appends whole lines.
-
-    An incomplete last line of a process that was killed does not count.
-    """
+    """The results of a run. Each rank appends lines to a file; an incomplete last line does not count."""
 
     def __init__(self, path: Path, read_line: ReadLine, overwrite: bool = False, rank: int = 0) -> None:
         """On rank 0, read the files of all ranks. Raises UserError for complete lines of anything else.
@@ -66,10 +63,7 @@ class Results:
         self._note(self._read_line(raw))
 
     def put_in_order(self) -> None:
-        """Merge the files of all ranks into one, in the order of items. On rank 0, once all ranks have finished.
-
-        Raises UserError.
-        """
+        """Merge the files of all ranks, which have finished, in the order of items. On rank 0. Raises UserError."""
         raw_lines = self._read()
         parts = part_paths(self.path)
         if not parts and list(raw_lines) == sorted(raw_lines):

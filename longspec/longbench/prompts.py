@@ -45,11 +45,7 @@ class Selection:
 
 
 def read_prompt(file: str | Path, task: str) -> str:
-    """The prompt of a task in a JSON file {task: prompt}, the format of LongBench's dataset2prompt.json.
-
-    Raises UserError for a file of another format, one without this task, and a prompt that quotes a field that the
-    task does not have.
-    """
+    """The prompt of a task in a JSON file in the format of LongBench's dataset2prompt.json. Raises UserError."""
     try:
         prompts = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

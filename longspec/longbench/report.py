@@ -19,11 +19,8 @@ from longspec.replacing import write_atomically
 def sample_line(
     prompt: TaskPrompt, token_ids: list[int], text: str, stats: GenerationStats, index: int, rows: int = 1
 ) -> Line:
-    """The line of a sample.
-
-    token_ids, text: the new tokens, up to and including EOS. stats: the sample's own, whose `decode_s` is its share of
-    the time of rounds. rows: samples that are decoded at the same time.
-    """
+    """The line of a sample. token_ids, text: the new tokens, up to and including EOS. stats: the sample's own. rows:
+    samples that are decoded at the same time."""
     rounds = stats.rounds
     resident_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in bytes, for runs on a CPU
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}

@@ -23,11 +23,7 @@ SUMMARY_NAME = "summary.json"
 
 
 def folder_name(configuration: Identity) -> str:
-    """A name that differs between configurations, as in `tree_4-16-16-16-16_t0.7_bfloat16_1a2b3c4d`.
-
-    It consists of the method, the tree shape or gamma, the temperature, the dtype, and a short digest of the whole
-    configuration.
-    """
+    """The main options and a digest of the whole configuration, as in `tree_4-16-16-16-16_t0.7_bfloat16_1a2b3c4d`."""
     method, temperature, dtype = (configuration[name] for name in ("method", "temperature", "dtype"))
     tree = "-".join(map(str, configuration["tree_shape"]))[:LONGEST_SHAPE]
     shape = {"tree": tree, "auto": tree, "vanilla": ""}.get(method, f"gamma{configuration['gamma']}")
@@ -40,9 +36,8 @@ def open_run(folder: Path, record: dict[str, Any], overwrite: bool) -> Iterator[
     """The results in `folder`, which is created if needed and locked until the context ends.
 
     record: its entry "run" is the configuration, and "processes" is set here to the number of ranks of the largest
-    launch so far. The results are those of an interrupted run of the same configuration; with `overwrite` they are
-    replaced. Raises UserError, before any result changes, for a folder that cannot be written, that another process
-    writes to, or that holds results of a different run.
+    launch so far. Raises UserError for a folder that cannot be written, that another process writes to, or that
+    holds results of a different run without `overwrite`.
     """
     # Two processes that append to one file would mix their lines.
     with locked(folder):
@@ -53,10 +48,7 @@ def open_run(folder: Path, record: dict[str, Any], overwrite: bool) -> Iterator[
 
 
 def start_run(results: Results, record: dict[str, Any] | None) -> None:
-    """Remove what does not belong to the run, and store its record. record: that of `open_run` on rank 0, else None.
-
-    Raises UserError.
-    """
+    """Remove what does not belong to the run, and store the record, which only rank 0 has. Raises UserError."""
     results.start()
     if record is not None:
         results.path.with_name(SUMMARY_NAME).unlink(missing_ok=True)

@@ -50,10 +50,7 @@ def launched_ranks() -> tuple[int, int]:
 
 
 def complete_environment() -> None:
-    """Set the variables that a run without a launcher lacks, for libraries that read them.
-
-    Processes that this one starts inherit them and count as launched.
-    """
+    """Set the variables that a run without a launcher lacks, for libraries that read them."""
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
 

@@ -5,8 +5,6 @@ meet at the end. A command without a launcher is a single replica, for which all
 """
 
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from longspec.errors import UserError
 from longspec.ranks.agreement import (
     agreed_outcome,
     attempt,
@@ -68,22 +67,18 @@ class Replicas:
             return agreed_outcome(outcome)
 
     def together(self, build: Callable[[], T]) -> T:
-        """The result of this rank's own `build()`, once it has succeeded on all ranks.
-
-        A UserError on any rank ends all ranks with exit code 2, and the message of the first such rank is printed.
-        """
+        """The result of this rank's own `build()`. A UserError on any rank ends all, and the first one is printed."""
         if self.size == 1:
             return build()
         built, problem = attempt(build)
-        problems = self.gather(problem)
-        failed = [rank for rank, text in enumerate(problems) if text is not None]
-        if failed:
-            if self.rank == failed[0]:
-                label = f"rank {self.rank} on {socket.gethostname()}: " if self.rank else ""
-                print(f"error: {label}{problem}", file=sys.stderr, flush=True)
-            # The first of these ranks has printed its message before another one ends.
-            self.gather(None)
-            raise SystemExit(2)
+        problems = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text is not None]
+
+        def check() -> None:
+            if problems:
+                rank, text = problems[0]
+                raise UserError(f"rank {rank}: {text}" if rank else text)
+
+        self.from_rank_zero(check)
         return built[0]
 
     def rank_zero_first(self, build: Callable[[], T]) -> T:
@@ -106,10 +101,7 @@ class Replicas:
                 check_shared(folder)
 
     def share(self, loads: Sequence[int]) -> list[int]:
-        """The indices of this rank's items. All ranks must call it with the same loads.
-
-        Items are dealt to the ranks in turn, the largest first.
-        """
+        """The indices of this rank's items. They are dealt to the ranks in turn, the largest load first."""
         by_load = sorted(range(len(loads)), key=lambda index: -loads[index])
         return sorted(by_load[self.rank :: self.size])
 
@@ -168,9 +160,8 @@ class Replicas:
 def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
     """The replicas of this process's launch, connected until the context ends.
 
-    tp_size: number of ranks that share a target (see `inference.process_group`). If there are several, they are a
-    single replica. Raises UserError for environment variables that contradict each other, and if the ranks do not
-    connect.
+    tp_size: number of ranks that share a target (see `inference.process_group`); several are a single replica. Raises
+    UserError for an environment that no launcher sets, and if the ranks do not connect.
     """
     rank, size = launched_ranks()
     if size == 1 or tp_size > 1:

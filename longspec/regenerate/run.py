@@ -83,10 +83,7 @@ def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count
 def _prepare(
     settings: Settings, replicas: Replicas, load: Callable[..., Any]
 ) -> tuple[SplitShards, PromptFiles | None, Callable[[], Writer]]:
-    """Check a run. Only its weights are still to be loaded.
-
-    Returns its shards, its prompts (None if the target writes the user turns), and a function that loads the weights.
-    """
+    """The shards of a run that has been checked, its prompts, if any, and a function that loads the weights."""
     check_settings(settings)
     report = print if replicas.rank == 0 else lambda line: None
     files = PromptFiles(settings.files) if settings.files else None

@@ -63,10 +63,7 @@ class SplitShards:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock the folder, which is created if needed, and store the facts of the run in it.
-
-        Raises UserError if another process writes to it, or if it has shards of a different run.
-        """
+        """Lock the folder and store the facts of the run in it. Raises UserError if it belongs to another run."""
         file = self.folder / PROVENANCE_NAME
         with locked(self.folder):
             if not file.exists():

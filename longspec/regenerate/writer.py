@@ -72,10 +72,7 @@ class Writer:
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
     def write_shards(self, rows: Mapping[int, range], done: Done, progress: Progress) -> None:
-        """Write some shards. rows: the numbers of the prompts of each one.
-
-        The rows of the batch that one shard leaves idle go to the next one.
-        """
+        """Write some shards. rows: the numbers of the prompts of each one."""
         shards = [_Shard(number, own) for number, own in rows.items()]
         if self.files is None:
             self._write_turns(shards)
