@@ -90,7 +90,7 @@ class Tokenize:
         return columns
 
     def table(self, digests: Digests, num_proc: int, cache_dir: str | None) -> Dataset:
-        """The samples of all lines of the files, memory-mapped. At most `num_proc` processes tokenize them if needed."""
+        """The samples of all lines of the files, memory-mapped. Up to `num_proc` processes tokenize them if needed."""
         fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
