@@ -99,18 +99,14 @@ def is_list_of_pairs(record: Record) -> bool:
 def split_pairs(record: Record) -> list[Record]:
     """One record per (article, abstract) pair; the record itself if it is not a list of pairs.
 
-    Two empty lists are one pair of empty texts. The pair's number is appended to WHERE and to the id, if there is one.
-    Raises RecordError for lists of different lengths, or a list next to a string.
+    The pair's number is appended to WHERE and to the id, if there is one. Raises RecordError unless both are lists of
+    one length.
     """
     if not is_list_of_pairs(record):
         return [record]
     articles, abstracts = record["article"], record["abstract"]
-    if not isinstance(articles, list) or not isinstance(abstracts, list):
-        wrong = "abstract" if isinstance(articles, list) else "article"
-        raise RecordError(wrong, f"must be a list like its partner, not {_type_name(record[wrong])}")
-    if len(articles) != len(abstracts):
-        raise RecordError("abstract", f"has {len(abstracts)} items where 'article' has {len(articles)}")
-
+    if not isinstance(articles, list) or not isinstance(abstracts, list) or len(articles) != len(abstracts):
+        raise RecordError("abstract", "must be a list as long as 'article', or both must be strings")
     # Two empty lists count as one record with an empty answer, which the log reports.
     pairs = list(zip(articles, abstracts, strict=True)) or [("", "")]
     name_keys = [key for key in ("id", WHERE) if key in record]

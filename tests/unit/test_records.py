@@ -126,14 +126,7 @@ def test_missing_fields_are_named(record, says):
         record_kind({**record, WHERE: "data.jsonl:9"})
 
 
-@pytest.mark.parametrize(
-    ("article", "abstract", "says"),
-    [
-        (["a", "b"], ["x"], "field 'abstract' has 1 items where 'article' has 2"),
-        (["a"], "x", "field 'abstract' must be a list.*not str"),
-        ("a", ["x"], "field 'article' must be a list.*not str"),
-    ],
-)
-def test_lists_that_do_not_pair_are_errors(article, abstract, says):
-    with pytest.raises(RecordError, match=says):
+@pytest.mark.parametrize(("article", "abstract"), [(["a", "b"], ["x"]), (["a"], "x"), ("a", ["x"])])
+def test_lists_that_do_not_pair_are_errors(article, abstract):
+    with pytest.raises(RecordError, match="field 'abstract' must be a list as long as 'article'"):
         split_pairs({"article": article, "abstract": abstract, WHERE: "f:1"})
