@@ -15,6 +15,7 @@ from longspec.digests import file_digests
 from longspec.extras import extra
 
 with extra("train"):
+    import multiprocess
     from datasets import Dataset, Features, Value, config
     from datasets import Sequence as ListOf
     from datasets.fingerprint import Hasher
@@ -93,13 +94,16 @@ class Tokenize:
         fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
+            global _forked
             # Only numbers; the lines stay in the files.
             chunks = Dataset(
                 InMemoryTable.from_pylist(list(lines.chunks(path for path, _ in digests))), fingerprint="chunks"
             )
             workers = min(num_proc, len(chunks))
+            forks = workers > 1 and multiprocess.get_start_method() == "fork"
+            _forked = self if forks else None
             chunks.map(
-                self,
+                _tokenize_forked if forks else self,
                 batched=True,
                 batch_size=1,
                 remove_columns=chunks.column_names,
@@ -167,6 +171,15 @@ class Tokenize:
         # Samples that may be split have all tokens in the loss, so the pieces have no prompt.
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
         return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
+
+
+_forked: Tokenize | None = None
+"""What forked processes run. To pickle a tokenizer of 150,000 tokens for each of them takes seconds."""
+
+
+def _tokenize_forked(chunk: dict[str, list]) -> dict[str, list]:
+    assert _forked is not None
+    return _forked(chunk)
 
 
 def _piece(ids: list[int], prompt_length: int, length: int) -> dict[str, Any]:

@@ -182,7 +182,9 @@ def test_packed_rows_hold_every_sample_once(build):
     assert any(len(row) > 1 for row in rows)
 
 
-def test_two_processes_give_the_same_rows(build, tmp_path):
+def test_two_processes_give_the_same_rows(build, tmp_path, monkeypatch):
+    """The tokenizer is not sent to them, because a large one takes seconds."""
+    monkeypatch.setattr(type(TOKENIZER), "__reduce__", None)  # a call raises TypeError
     records = [{"text": f"text {number}"} for number in range(150)]
     one = build(records[:100], records[100:], pack=True, cache_dir=str(tmp_path / "one"))
     two = build(records[:100], records[100:], pack=True, cache_dir=str(tmp_path / "two"), num_proc=2)
