@@ -21,7 +21,7 @@ def wait_for_ever() -> None:
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
-agreement.WAIT_S, peers.END_S, peers.QUIET_S, peers.SILENT_TICKS = 1, 4, 1, 5
+agreement.WAIT_S, peers.END_S, peers.QUIET_S, peers.SILENT_S = 1, 4, 1, 5
 setup_logging(agreement.launched_ranks()[0])
 start_ranks()
 with Termination() as termination, peers.watched(termination) as watch:

@@ -21,20 +21,23 @@ class Launcher:
     def __init__(self) -> None:
         process = psutil.Process()
         ancestry = [process, *process.parents()]
-        commands = [_command(ancestor) for ancestor in ancestry]
-        index = next((index for index, command in enumerate(commands) if LAUNCH in command), None)
-        self._watched = [] if index is None else ancestry[: index + 1]
+        index = next((index for index, ancestor in enumerate(ancestry) if LAUNCH in _command(ancestor)), None)
+        self._watched: list[psutil.Process] = []
         """Child, parent, grandparent, … of which each must keep its parent."""
         self._was_gone = index is None and STARTED in os.environ
-        if index is None or any(part.startswith("--node_rank") for part in commands[index]):
+        if index is None:
             return
-        parent = index + 1
-        if parent == len(ancestry) or os.getsid(ancestry[parent].pid) != os.getsid(ancestry[index].pid):
+        self._watched = ancestry[: index + 1]
+        launch = ancestry[index]
+        if any(part.startswith("--node_rank") for part in _command(launch)):
+            return
+        parent = ancestry[index + 1] if index + 1 < len(ancestry) else None
+        if parent is None or _session(parent) != _session(launch):
             # `launch.py` has been adopted, so the command has ended.
             self._was_gone = True
-        elif "python" in os.path.basename(commands[parent][0]):
+        elif "python" in os.path.basename(next(iter(_command(parent)), "")):
             # Other parents are shells, which may end before their jobs.
-            self._watched.append(ancestry[parent])
+            self._watched.append(parent)
 
     def is_gone(self) -> bool:
         """Whether one of the processes has ended. The operating system gives its children another parent."""
@@ -45,8 +48,14 @@ class Launcher:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """The command line of a process; of one that cannot be read, an empty name."""
     try:
-        return process.cmdline() or [""]
+        return process.cmdline()
     except psutil.Error:
-        return [""]
+        return []
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return None

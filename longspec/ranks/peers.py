@@ -16,20 +16,20 @@ has `END_S` seconds to end by itself, then the process prints its stack and exit
 import faulthandler
 import logging
 import os
-import secrets
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
-from longspec.errors import UserError, os_errors
-from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zero, launched_ranks
+from longspec.errors import UserError
+from longspec.ranks.agreement import Termination, from_every_rank, launched_ranks
+from longspec.ranks.connections import connect_ranks, receive
 from longspec.ranks.launcher import Launcher
 from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 
@@ -37,16 +37,20 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1
 """Seconds between two messages to a peer."""
-SILENT_TICKS = 120
-"""Ticks without a message after which a rank is considered stopped. A long C call that holds the GIL is silent."""
+SILENT_S = 120
+"""Seconds without a message after which a rank is considered stopped. A long C call that holds the GIL is silent."""
 END_S = 15
 """Seconds that the main thread has to end after a peer is lost."""
 QUIET_S = 2
 """Seconds before a lost peer is logged. Ranks that end together do not report each other."""
 AT_ONCE_S = 5
 """Seconds that the main thread has to end after a request to stop before the first step."""
-BEAT, STOP, LOST = range(3)
-"""Kinds of message. The number is 0 in a beat, the signal in STOP, and the lost rank in LOST."""
+MESSAGE = struct.Struct("!II")
+"""Format of a message: its kind and a number."""
+BEAT, STOP, GONE, SILENT = range(4)
+"""Kinds of message. The number is 0 in a beat, the signal in STOP, and the lost rank in the other two."""
+LOSSES = {GONE: "is gone", SILENT: "does not answer"}
+"""Kinds of message that report a lost rank, and how it was lost."""
 
 
 @contextmanager
@@ -54,7 +58,7 @@ def watched(termination: StopSignals) -> Iterator["PeerWatch"]:
     """Watch signals, the launcher and, after `PeerWatch.connect`, the other ranks.
 
     A rank that dies or leaves the context by an exception ends the others within half a minute, a stopped one (SIGSTOP)
-    within SILENT_TICKS more.
+    within SILENT_S more.
     """
     watch = PeerWatch(termination)
     broken = False
@@ -86,10 +90,10 @@ class PeerWatch:
 
     def __init__(self, termination: StopSignals) -> None:
         self.termination = termination
-        self.peers: dict[Connection, int] = {}
+        self.peers: dict[socket.socket, int] = {}
         """Rank of the peer at each connection."""
-        self._silence: dict[int, int] = {}
-        """Ticks since the last message of each peer. They stand still while this process is stopped itself."""
+        self._last_heard: dict[int, float] = {}
+        """Time of the last message of each peer."""
         self._lost_rank: int | None = None
         self._has_lost = threading.Event()
         self._launcher = Launcher()
@@ -108,10 +112,10 @@ class PeerWatch:
         self._thread.start()
 
     def connect(self) -> None:
-        """Watch the other ranks from now on. All ranks call this together. Raises UserError."""
+        """Watch the other ranks from now on. All ranks call this together."""
         if dist.get_world_size() > 1:
-            peers = _connect_ranks()
-            self._silence = dict.fromkeys(peers.values(), 0)
+            peers = connect_ranks()
+            self._last_heard = dict.fromkeys(peers.values(), time.monotonic())
             # Last, because the thread reads it.
             self.peers = peers
             self._wake()
@@ -132,6 +136,10 @@ class PeerWatch:
         if self._exit_timer:
             self._exit_timer.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
+        for connection in self.peers:
+            with suppress(OSError):
+                # Unlike `close`, this takes effect even if a child process has a copy of the socket.
+                connection.shutdown(socket.SHUT_RDWR)
         self._close_sockets()
 
     def _leave(self) -> None:
@@ -141,9 +149,8 @@ class PeerWatch:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        sockets: list[Connection | socket.socket] = [*self.peers, self._inbox, self._outbox]
-        for one in sockets:
-            one.close()
+        for connection in (*self.peers, self._inbox, self._outbox):
+            connection.close()
 
     def _wake(self) -> None:
         """Make the thread look at its state now."""
@@ -159,20 +166,23 @@ class PeerWatch:
                 self._hear_signals(self._inbox.recv(1024))
             if self._closed.is_set():
                 return
-            lost = [rank for peer in [*self.peers] if peer in ready and (rank := self._hear_peer(peer)) is not None]
-            if time.monotonic() - last_beat >= TICK_S:
-                lost += self._beat()
-                last_beat = time.monotonic()
-            if lost:
-                return self._end(lost[0])
+            losses = [loss for peer in [*self.peers] if peer in ready and (loss := self._hear_peer(peer))]
+            now = time.monotonic()
+            if now - last_beat >= TICK_S:
+                losses += self._beat(now, since=last_beat)
+                last_beat = now
+            if losses:
+                return self._end(*losses[0])
 
-    def _beat(self) -> list[int]:
-        """Send a message to the peers and check the launcher. Returns the ranks that are silent."""
+    def _beat(self, now: float, since: float) -> list[tuple[int, int]]:
+        """Send a message to the peers and check the launcher. Returns the silent peers as (SILENT, rank)."""
+        # After a long gap this rank was stopped itself, possibly together with the others.
+        if now - since > SILENT_S / 2:
+            self._last_heard = dict.fromkeys(self._last_heard, now)
         self._tell(BEAT, 0)
         if self._launcher.is_gone():
             self._stop(signal.SIGTERM, "the launcher is gone")
-        self._silence = {rank: ticks + 1 for rank, ticks in self._silence.items()}
-        return [rank for rank, ticks in self._silence.items() if ticks > SILENT_TICKS]
+        return [(SILENT, rank) for rank, heard in self._last_heard.items() if now - heard > SILENT_S]
 
     def _hear_signals(self, numbers: bytes) -> None:
         """Handle bytes of the wakeup socket: the numbers of received signals, and zeros from `_wake`."""
@@ -184,27 +194,27 @@ class PeerWatch:
             if number in STOP_SIGNALS:
                 self._stop(number)
 
-    def _hear_peer(self, peer: Connection) -> int | None:
-        """Read one message. Returns the rank that is lost, if it means that one is."""
+    def _hear_peer(self, peer: socket.socket) -> tuple[int, int] | None:
+        """Read one message. Returns (GONE or SILENT, rank) if it means that a rank is lost."""
         rank = self.peers[peer]
-        try:
-            kind, number = peer.recv()
-        except (OSError, EOFError):
+        message = receive(peer, MESSAGE.size)
+        if len(message) < MESSAGE.size:
             if not (self._stopping and self.termination.at_once):
-                return rank
+                return GONE, rank
             # Before the first step ranks end immediately after a request to stop.
-            del self.peers[peer], self._silence[rank]
+            del self.peers[peer], self._last_heard[rank]
             return None
-        self._silence[rank] = 0
+        self._last_heard[rank] = time.monotonic()
+        kind, number = MESSAGE.unpack(message)
         if kind == STOP:
             self._stop(number)
-        return number if kind == LOST else None
+        return (kind, number) if kind in LOSSES else None
 
     def _tell(self, kind: int, number: int) -> None:
         """Send a message to all peers."""
         for peer in self.peers:
             with suppress(OSError):
-                peer.send((kind, number))
+                peer.sendall(MESSAGE.pack(kind, number))
 
     def _stop(self, number: int, cause: str | None = None) -> None:
         """Ask this rank to stop, and all others through rank 0."""
@@ -226,47 +236,14 @@ class PeerWatch:
             # The handler of this signal ends the main thread, unless it is stuck in a C call.
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _end(self, rank: int) -> None:
+    def _end(self, loss: int, rank: int) -> None:
         """Report a lost rank to the others, and give the main thread END_S seconds to end."""
         self._lost_rank = rank
         self._has_lost.set()
-        self._tell(LOST, rank)
+        self._tell(loss, rank)
         _end_soon()
         if not self._closed.wait(QUIET_S):
-            logger.warning("rank %d is gone or does not answer; this rank ends within %d s", rank, END_S)
-
-
-def _connect_ranks() -> dict[Connection, int]:
-    """Connect all ranks to rank 0. Returns each connection of this rank with the peer's rank. Raises UserError.
-
-    Rank 0 listens on the address of MASTER_ADDR. Connections are authenticated by a secret that rank 0 sends through
-    the process group.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Use the address that the last rank resolves. On rank 0's host its own name often resolves to loopback.
-    host = from_every_rank(socket.gethostbyname(os.environ["MASTER_ADDR"]))[-1]
-    secret = from_rank_zero(lambda: secrets.token_bytes(16))
-    listeners: list[Listener] = []
-
-    def listen() -> int:
-        with os_errors(f"MASTER_ADDR: rank 0 cannot listen on {host}", "give an address of its host"):
-            listeners.append(Listener((host, 0), backlog=world_size, authkey=secret))
-        return int(listeners[0].address[1])
-
-    # The operating system chooses a free port; the process group tells it to the others.
-    port = from_rank_zero(listen)
-    if rank > 0:
-        with os_errors(f"rank {rank} does not reach rank 0 at {host}, port {port}"):
-            connection = Client((host, port), authkey=secret)
-        connection.send(rank)
-        return {connection: 0}
-    peers: dict[Connection, int] = {}
-    with listeners[0] as listener:
-        while len(peers) < world_size - 1:
-            with suppress(OSError, EOFError, AuthenticationError):  # a stranger
-                connection = listener.accept()
-                peers[connection] = connection.recv()
-    return peers
+            logger.warning("rank %d %s; this rank ends within %d s", rank, LOSSES[loss], END_S)
 
 
 def _end_soon() -> None:

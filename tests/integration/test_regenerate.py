@@ -63,7 +63,7 @@ def test_progress_counts_each_prompt_once_and_as_soon_as_its_answer_is_complete(
     write = Writer.write_shards
 
     def watched(self: Writer, rows: Any, done: Any, progress: Any) -> None:
-        write(self, rows, done, counts.append)
+        write(self, rows, done, lambda tokens, finished: counts.append(finished))
 
     monkeypatch.setattr(Writer, "write_shards", watched)
     regenerate(settings(target, tmp_path / "turns", count=16, shard_size=8))

@@ -2,9 +2,8 @@
 
 import faulthandler
 import signal
+import socket
 from collections.abc import Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import pytest
 
@@ -14,14 +13,16 @@ from longspec.ranks.agreement import Termination
 
 
 @pytest.fixture
-def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """Rank 1's end of its connection to this rank, which is rank 0 of 2."""
-    here, there = Pipe()
+    here, there = socket.socketpair()
     monkeypatch.setattr(peers.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(peers, "_connect_ranks", lambda: {here: 1})
+    monkeypatch.setattr(peers, "connect_ranks", lambda: {here: 1})
     monkeypatch.setattr(peers, "from_every_rank", lambda _: None)
     monkeypatch.setattr(peers, "QUIET_S", 0)
     monkeypatch.setattr(peers, "TICK_S", 0.01)
+    here.settimeout(0.1)
+    there.settimeout(10)
     with here, there:
         yield there
 
@@ -30,7 +31,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
     ("error", "limited"), [(RuntimeError("broken"), True), (UserError("no such file"), False), (SystemExit(2), False)]
 )
 def test_only_what_breaks_limits_the_time_a_rank_has_to_end(
-    error: BaseException, limited: bool, other: Connection, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, limited: bool, other: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an error line every rank ends by itself, and its log may still be uploading although a peer has ended."""
     limits: list[str] = []
