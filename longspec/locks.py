@@ -42,26 +42,23 @@ def locked(folder: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO[bytes]]:
-    """A file, opened and locked until the context ends. Raises UserError if another process has locked it.
-
-    wait: whether to wait until the other process releases it.
-    """
+def locked_file(path: Path) -> Iterator[None]:
+    """Hold the lock of a file inside the context. Raises UserError if another process has locked it."""
     with os_errors(f"{path}: cannot be opened"):
-        stream = path.open(mode)
+        stream = path.open("ab")
     with stream:
-        if not _flock(stream, path, wait):
+        if not _flock(stream, path):
             raise UserError(f"{path}: another run is writing to it; wait for it, or stop it")
-        yield stream
+        yield
 
 
-def _flock(stream: IO[bytes], file: Path, wait: bool = False) -> bool:
-    """Lock an open file. Returns whether it is locked; it is not if another process holds the lock and `wait` is false.
+def _flock(stream: IO[bytes], file: Path) -> bool:
+    """Lock an open file. Returns whether it is locked; it is not if another process holds the lock.
 
     On a file system without locks a warning is logged instead. Raises UserError.
     """
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

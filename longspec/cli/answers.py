@@ -4,7 +4,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from longspec.inference.device import device_name
 from longspec.inference.engine.requests import Tokens
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
-from longspec.jobs.job import TOKENS, Count, ResumableJob, open_results, writing
-from longspec.jobs.results import Line, Results, resume_results
+from longspec.jobs.job import Count, ResumableJob, open_results
+from longspec.jobs.results import Line, Results
 from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
@@ -138,29 +137,25 @@ def answer_prompts(
     job = ResumableJob(
         len(run.token_ids), "prompt", output, stop, replicas, is_hidden=not sys.stderr.isatty(), overwrites=overwrite
     )
-    file = None
+    results: Results | StdoutLines = StdoutLines(list(run.token_ids))
     if output is not None:
         path = output.absolute()  # a relative path has no folder of its own
-        first = partial(resume_results, path, run.read_line, overwrite)
-        file = open_results(first, run.identity, path, run.read_line, replicas)
-    results = file or StdoutLines(list(run.token_ids))
-    with writing(file, replicas) if file else nullcontext():
-        stop.at_once = False
-        own_stats = _answer_missing(run, results, job)
-    if not job.is_lost:
-        stats = replicas.gather(own_stats)
-        if replicas.rank == 0:
-            if file:
-                file.collect(wait=True)
-            results.put_in_order()
-            counts = {"answered": len(results.done), "processes": len(stats), "new_tokens": replicas.last_count(TOKENS)}
-            write_summary(summarize(run, pool(stats)) | counts, summary)
+        first = partial(Results, path, run.read_line, overwrite)
+        results = open_results(first, run.identity, path, run.read_line, replicas)
+        replicas.rank_zero_first(results.start)
+    stop.at_once = False
+    answered = replicas.gather(_answer_missing(run, results, job))
+    if replicas.rank == 0:
+        results.put_in_order()
+        stats, new_tokens = zip(*answered, strict=True)
+        counts = {"answered": len(results.done), "processes": len(stats), "new_tokens": sum(new_tokens)}
+        write_summary(summarize(run, pool(stats)) | counts, summary)
     job.end(len(results.done))
 
 
-def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> GenerationStats:
-    """Answer this rank's share of the prompts without a line. Returns the statistics of all of them."""
-    stats = GenerationStats()
+def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> tuple[GenerationStats, int]:
+    """Answer this rank's share of the prompts without a line. Returns the statistics and the number of new tokens."""
+    stats, new_tokens = GenerationStats(), 0
 
     def work(units: Iterator[int], count: Count) -> None:
         nonlocal stats
@@ -169,11 +164,12 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
 
         def take(row: int, event: Tokens) -> None:
             answers[row] += event.ids
-            count(len(event.ids), 0)
 
         def finish(row: int, own_stats: GenerationStats) -> None:
+            nonlocal new_tokens
             results.add(run.line(own[row], answers[row]))
-            count(0, 1)
+            new_tokens += len(answers[row])
+            count(1)
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
         listener = Listener(take, finish, job.is_stopped, in_blocks=True)
@@ -182,7 +178,7 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
 
     missing = [number for number in run.token_ids if number not in results.done]
     job.run(missing, lambda number: len(run.token_ids[number]) + run.sampling.max_new_tokens, work, len(results.done))
-    return stats
+    return stats, new_tokens
 
 
 def summarize(run: PromptRun, stats: GenerationStats) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """Prompt templates and chat formats: aligned records as text, and text as token ids."""
 
 from collections.abc import Mapping, Sequence
-from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError
 
-from longspec.chat_template import template_text
 from longspec.data.aligners import AlignedRecord, Turn
 from longspec.data.records import KINDS, TURN_KINDS, RecordError
 from longspec.errors import UserError, first_line
@@ -43,23 +41,15 @@ TEMPLATE_KINDS = tuple(
 
 
 def check_template(text: object, fields: Sequence[str], where: str) -> str:
-    """`text`, if it is a format string that contains at least one of `fields` by name and nothing else.
-
-    Raises UserError that starts with `where`.
-    """
-    if not isinstance(text, str):
-        raise UserError(f"{where}: must be text with {_braced(fields)}, not {type(text).__name__}")
+    """`text`, if it is a format string with one or more of `fields`. Raises UserError that starts with `where`."""
+    braced = " or ".join(f"{{{name}}}" for name in fields)
+    if not isinstance(text, str) or not any(f"{{{name}}}" in text for name in fields):
+        raise UserError(f"{where}: must be text with {braced}")
     try:
-        quoted = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; double each brace that is not a field") from error
-    for name, spec, conversion in quoted:
-        if name not in fields:
-            raise UserError(f"{where}: no field {{{name}}}; use {_braced(fields)} and double other braces")
-        if spec or conversion:
-            raise UserError(f"{where}: a field has only a name, such as {{{name}}}, without a format")
-    if not quoted:
-        raise UserError(f"{where}: contains no field; use {_braced(fields)}")
+        text.format(**dict.fromkeys(fields, ""))
+    except (LookupError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{where}: not a template ({reason}); use {braced} and double other braces") from error
     return text
 
 
@@ -71,12 +61,8 @@ def check_templates(templates: Mapping[str, object], where: str) -> dict[str, st
     return {kind: check_template(text, ("prompt",), f"{where}.{kind}") for kind, text in templates.items()}
 
 
-def _braced(fields: Sequence[str]) -> str:
-    return " or ".join(f"{{{name}}}" for name in fields)
-
-
 def chat_prompt(user_prompt: str, family: str, tokenizer: Any, chat_format: str, answer_prefix: str = "") -> str:
-    """`user_prompt` in the chat format, then `answer_prefix`. Raises UserError as `conversation_text` does."""
+    """`user_prompt` in the chat format, then `answer_prefix`."""
     turns: list[Turn] = [{"role": "user", "content": user_prompt}]
     return conversation_text(turns, family, tokenizer, chat_format) + answer_prefix
 
@@ -127,16 +113,6 @@ def _after_prefix(text: str, prefix: str) -> str:
     return f" {text.lstrip()}" if prefix else text
 
 
-def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
-    """Raise UserError for an unknown format or one that this family or tokenizer does not support."""
-    if chat_format not in CHAT_FORMATS:
-        raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMATS)}")
-    if chat_format == "published" and family not in TURN_FORMATS:
-        raise UserError(f"no published chat format for model family '{family}', only for {', '.join(TURN_FORMATS)}")
-    if chat_format == "tokenizer" and template_text(tokenizer) is None:
-        raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
-
-
 def conversation_text(
     turns: list[Turn],
     family: str,
@@ -147,10 +123,9 @@ def conversation_text(
 ) -> str:
     """The text of all turns in the chat format, and the start of the assistant's next turn.
 
-    field: that of the turns, for errors. variables: those of the chat template. Raises RecordError for a role that only
-    a chat template can format, and UserError for an unknown family or format, or a tokenizer without a template.
+    chat_format: as `target_format.resolve_chat_format` returns it. field: that of the turns, for errors. variables:
+    those of the chat template. Raises RecordError for a role that only a chat template can format.
     """
-    check_chat_format(family, tokenizer, chat_format)
     if chat_format == "tokenizer":
         return apply_template(tokenizer, turns, True, variables)
     for number, turn in enumerate(turns):
@@ -188,10 +163,7 @@ def apply_template(
 
 
 def check_embedded(ids: Sequence[int], vocab_size: int, tokenizer: Any, where: str) -> None:
-    """Raise UserError that starts with `where` for a token that the target has no embedding for.
-
-    A tokenizer may have more tokens than its target, such as those added for other programs.
-    """
+    """Raise UserError that starts with `where` for a token that only the tokenizer has, and not the target."""
     token = max(ids, default=0)
     if token >= vocab_size:
         text = tokenizer.convert_ids_to_tokens(int(token))

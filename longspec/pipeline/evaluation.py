@@ -75,7 +75,7 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
             for prompt in prompts:
                 sample = decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else [])
                 samples.append(sample)
-                count(sample["new_tokens"], 1)
+                count(1)
 
     def load(group: list[Cell]) -> int:
         return sum(len(cell.prompts) * (cell.context + cell.max_new_tokens) for cell in group)

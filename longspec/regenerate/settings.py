@@ -2,10 +2,9 @@
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from longspec.command_line import DRAFTING
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
@@ -14,8 +13,6 @@ from longspec.inference.options import FILTER_OPTIONS, check_filter
 from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.token_options import token_settings, with_word_ids
 
-LATER = ("chat_template_kwargs", *FILTERS, *DRAFTING, "draft", "token_options")
-"""Settings that earlier versions did not have."""
 SPLITS = ("train", "validation", "test")
 
 
@@ -76,10 +73,6 @@ class Settings:
         """The fields of `Sampling` that follow from `token_options`, for texts that end with stop_ids. Raises
         UserError."""
         return token_settings(with_word_ids(self.token_options or {}, tokenizer), stop_ids, vocab)
-
-
-NOT_STORED: dict[str, Any] = {field.name: field.default for field in fields(Settings) if field.name in LATER}
-"""Settings at these values are not stored: folders of earlier versions lack them."""
 
 
 def check_settings(settings: Settings) -> None:

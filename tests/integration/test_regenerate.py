@@ -39,7 +39,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
     records: list[dict] = [{"messages": [{"role": "user", "content": f"question {n} " * (n + 1)}]} for n in range(6)]
     records += [{"problem": "what is it?"}, {"prefix": "def f(x):"}, {"document": "news", "summary": "old"}]
-    records += [{"context": "a meeting\u2028", "input": "who came?"}]
+    records += [{"prompt": "a meeting\u2028\n\nwho came?"}]
     records += [records[0]]  # a duplicate
     path.write_text("".join(json.dumps({"id": f"r{n}", **record}) + "\n" for n, record in enumerate(records)))
     return path
@@ -102,7 +102,7 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
 
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
-    """A resumed run writes only the missing shards, which have the size of those that exist."""
+    """A resumed run writes only the missing shards."""
     given = settings(target, tmp_path, files=(str(questions),), top_p=0.99)
     whole = regenerate(given)
     first = Path(str(whole)).read_bytes()
@@ -111,7 +111,7 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     kept, lost = shards[0].stat().st_mtime_ns, shards[1].read_bytes()
     shards[1].unlink()
     Path(str(whole)).unlink()
-    assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
+    assert Path(str(regenerate(given))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
     for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, 1.0 here"):
         with pytest.raises(UserError, match=rf"has shards of a different run \({differing}\)"):
@@ -211,7 +211,7 @@ def test_bad_input_is_one_line(
     for first, second, problem in (
         ("", '{"problem": "p", "max_tokens": 3}', "line 1: field 'max_tokens' is not read"),
         (whole, '{"text": "t"}', "line 2: field 'text' is plain text, without a prompt"),
-        ("", '{"body": "t"}', "line 1: field 'prompt' is missing or null; this record has body; use one of: prompt, "),
+        ("", '{"body": "t"}', "line 1: no text or prompt; the record has body; use one of: "),
     ):
         plain.write_text(f"{first}{second}\n")
         with pytest.raises(UserError, match=rf"plain.jsonl, {problem}"):
@@ -231,7 +231,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(SystemExit, match="2"):
         main([*base, "--count", "3"])
-    assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
+    assert "environment variables: RANK is 'x'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("method", "drafts"), [("tree", True), ("auto", True), ("vanilla", False)])
@@ -289,7 +289,7 @@ def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypat
     """A folder that is deleted meanwhile is not created again, because it would have no lock."""
     given = settings(target, tmp_path, count=4)
     with (
-        SplitShards(given, 4).claimed({"seed": 0}),
+        SplitShards(given, 4, {"seed": 0}).claimed(),
         pytest.raises(UserError, match="another run is writing to"),
     ):
         regenerate(given)
@@ -302,10 +302,10 @@ def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("content", ["", "a: ["])
 def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content: str) -> None:
-    shards = SplitShards(settings(target, tmp_path, count=4), 4)
+    shards = SplitShards(settings(target, tmp_path, count=4), 4, {"seed": 1})
     shards.folder.mkdir()
     (shards.folder / "provenance.yaml").write_text(content)
-    damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file")
-    with damaged as error, shards.claimed({"seed": 1}):
+    damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable ")
+    with damaged as error, shards.claimed():
         pass
     assert "\n" not in str(error.value)

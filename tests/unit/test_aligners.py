@@ -103,7 +103,10 @@ def talk(turn):
         ({"conversations": [{"from": "robot", "value": "x"}]}, r"field 'conversations\[0\]\.from' is 'robot'"),
         ({"conversations": [{"from": "gpt"}]}, r"field 'conversations\[0\]\.value' must be a string, not null"),
         (talk({"role": "function", "content": "x"}), r"field 'messages\[0\]\.role' is 'function'"),
-        (talk({"role": "assistant", "tool_calls": [{"id": "1"}]}), r"\[0\]\.tool_calls' holds a tool call"),
+        (
+            talk({"role": "assistant", "tool_calls": [{"id": "1"}]}),
+            r"\[0\]\.tool_calls' would be ignored",
+        ),
         (talk({"role": "user", "content": [{"type": "image_url"}]}), r"\.content\[0\]' is of type 'image_url'"),
         ({"instruction": "a", "input": 5, "output": "b"}, "field 'input' must be a string, not int"),
         ({"article": ["a", 5], "abstract": ["1", "2"]}, r"field 'article\[1\]' must be a string, not int"),

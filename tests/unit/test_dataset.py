@@ -93,13 +93,6 @@ def test_lists_are_split_once_their_fields_have_their_names(build, caplog):
     assert "1 with an empty answer or text" in caplog.text, "a record with empty lists must be counted"
 
 
-def look_up(record):
-    return {**record, "text": record["body"].strip()}
-
-
-LOOK_UP = (look_up, common_form_aligner())
-
-
 def test_the_eos_is_learnt_also_as_pad_token_or_when_given(build):
     """A text that ends with it has it once."""
     rows = build([{"text": "abc"}, {"text": "longer one"}])
@@ -209,14 +202,13 @@ GOOD = [{"text": "fine"}] * 70
     [
         ([GOOD, [*GOOD[:2], "", '{"text": "a"']], {}, r"file1\.jsonl, line 4: not a JSON line"),
         ([GOOD, ["", '{"report": "a"}']], {"num_proc": 2}, r"file1\.jsonl, line 2: field 'summary' is missing"),
-        ([[{"body": "fine"}, {"text": "a"}]], {"aligners": LOOK_UP}, r"file0\.jsonl:2: the aligner look_up.*'body'"),
-        ([[{"body": "fine"}, {"body": 3}]], {"aligners": LOOK_UP}, r"file0\.jsonl:2: the aligner look_up.*Attribut"),
         *(
             ([[*GOOD, {"text": "a <note>"}]], {"tokenizer": NOTED, "vocab_size": VOCAB_SIZE, "pack": pack}, says)
             for pack in (False, True)
             for says in [rf"file0\.jsonl, line 71: token {VOCAB_SIZE} \('<note>'\) has no embedding"]
         ),
         ([["not JSON"]], {"max_length": 1}, "max_length is 1"),
+        ([["", "  "]], {}, r"no record in .*file0\.jsonl …: all lines are blank"),
         ([["not JSON"]], {"aligners": (add_id_aligner(),)}, "common_form"),
         ([[{"text": ""}, {"source": "q", "target": "\n"}]], {}, r"no record is usable .*2 with an empty answer"),
     ],

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, MASTER_ADDR, MASTER_PORT not set; start the run with"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number"),
-        ({"RANK": "1"}, "RANK: 1, but WORLD_SIZE is 1"),
+        ({"WORLD_SIZE": "2"}, "RANK is '0' and WORLD_SIZE '2', without what a launcher sets; start the run with"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE 'two'"),
+        ({"RANK": "1"}, "RANK is '1' and WORLD_SIZE '1'"),
     ],
 )
 def test_an_environment_of_no_launch_is_one_line(
