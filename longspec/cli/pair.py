@@ -22,10 +22,10 @@ from longspec.inference.generate import GenerationOutput, generate, make_request
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS, Drafting
-from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, check_filter, report_ignored
+from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, report_ignored
 from longspec.inference.request import ALWAYS
 from longspec.inference.stats import GenerationStats
-from longspec.inference.token_options import token_settings, with_word_ids
+from longspec.inference.token_options import check_option, token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.target_files import position_limit, set_template_arguments
@@ -51,7 +51,7 @@ class SamplingOptions:
         check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
         for name in FILTER_OPTIONS:
             if getattr(self, name) is not None:
-                check_filter(name, getattr(self, name))
+                check_option(name, getattr(self, name))
         # Whether the target has the tokens is checked with its weights.
         token_settings(self.token_options, (), ALWAYS)
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
-from longspec.inference.options import check_filter
 from longspec.inference.request import FILTERS
-from longspec.inference.token_options import is_integer, is_real
+from longspec.inference.token_options import check_integer, check_option, is_integer, is_real
 from longspec.kernels import DETERMINISTIC
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
@@ -36,61 +34,45 @@ def chosen_attention(attention: str, deterministic: bool) -> str:
     return DETERMINISTIC
 
 
-def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
-    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both, or a list of
-    token ids per row, which is padded on the right."""
+def prompt_rows(input_ids: Any, attention_mask: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Each prompt as passed in, and without its padding; LongTensors [length]. Raises UserError.
+
+    input_ids: token ids [B, P], a list of token ids per row, or a tokenizer's output, which contains the mask as well.
+    """
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")
-        if attention_mask is None:
-            attention_mask = input_ids.get("attention_mask")
+        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
         input_ids = input_ids["input_ids"]
     if isinstance(input_ids, list):
-        if attention_mask is not None:
-            raise UserError("attention_mask: lists of token ids have no padding; leave it out")
-        return _padded(input_ids)
-    check_token_ids(input_ids)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor):
-            raise UserError(f"attention_mask: a {type(attention_mask).__name__}; give a tensor of 0 and 1")
-        shape, ids_shape = tuple(attention_mask.shape), tuple(input_ids.shape)
-        if shape != ids_shape:
-            raise UserError(f"attention_mask: shape {shape} is not that of input_ids {ids_shape}")
-    return input_ids, attention_mask
-
-
-def _padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    """Lists of token ids as a batch with its mask."""
-    if not rows or not all(isinstance(row, Sequence) and row and all(map(is_integer, row)) for row in rows):
-        raise UserError("input_ids: a list; give one list of token ids per row, none empty")
-    tensors = [torch.tensor(row) for row in rows]
-    masks = [torch.ones_like(row) for row in tensors]
-    return pad_sequence(tensors, batch_first=True), pad_sequence(masks, batch_first=True)
+        is_valid = (isinstance(row, Sequence) and row and all(map(is_integer, row)) for row in input_ids)
+        if not input_ids or not all(is_valid):
+            raise UserError("input_ids: a list; give one list of token ids per row, none empty")
+        given = [torch.tensor(row, dtype=torch.long) for row in input_ids]
+    else:
+        check_token_ids(input_ids)
+        given = list(input_ids.long())
+    if attention_mask is None:
+        return given, given
+    if not isinstance(input_ids, Tensor) or getattr(attention_mask, "shape", None) != input_ids.shape:
+        raise UserError("attention_mask: give a tensor of 0 and 1 of the shape of input_ids; lists need none")
+    rows = [row[mask] for row, mask in zip(given, attention_mask.bool().to(input_ids.device), strict=True)]
+    for number, row in enumerate(rows):
+        if len(row) == 0:
+            raise UserError(f"attention_mask: row {number} has no real token; a prompt needs at least one")
+    return given, rows
 
 
 def check_token_ids(input_ids: Any) -> None:
     """Raise UserError unless input_ids is an integer tensor [B, P] with at least one token."""
-    if not isinstance(input_ids, Tensor):
-        raise UserError(
-            f"input_ids: a {type(input_ids).__name__}; give a LongTensor [batch, length], "
-            'such as tokenizer(text, return_tensors="pt").input_ids'
-        )
-    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise UserError(f"input_ids: dtype {input_ids.dtype}; token ids are integers (torch.long)")
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise UserError(f"input_ids: shape {tuple(input_ids.shape)}; give token ids [batch, length], none empty")
-
-
-def prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Each prompt without its padding, LongTensor [length]. Raises UserError for an empty one."""
-    if attention_mask is None:
-        return list(input_ids.long())
-    mask = attention_mask.bool().to(input_ids.device)
-    rows = [row_ids[row_mask] for row_ids, row_mask in zip(input_ids.long(), mask, strict=True)]
-    for number, row in enumerate(rows):
-        if len(row) == 0:
-            raise UserError(f"attention_mask: row {number} has no real token; a prompt needs at least one")
-    return rows
+    found = f"a {type(input_ids).__name__}"
+    if isinstance(input_ids, Tensor):
+        is_number = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+        if is_number and input_ids.dim() == 2 and input_ids.numel():
+            return
+        found = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
+    example = 'such as tokenizer(text, return_tensors="pt").input_ids'
+    raise UserError(f"input_ids: {found}; give a LongTensor [batch, length], none empty, {example}")
 
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
@@ -136,33 +118,21 @@ def check_draft_window(drafting: Drafting, window: int) -> None:
 
 def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
     """Raise UserError unless tree_shape is a list of level sizes within the limits."""
-    if tree_shape == AUTO:
-        raise UserError(f"tree_shape: {AUTO!r} is not a shape; use method {AUTO!r}, which chooses trees")
-    is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
-    if not is_sequence or not all(is_integer(width) for width in tree_shape):
-        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16")
-    if not tree_shape:
-        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
-    if not all(1 <= width <= vocab_size for width in tree_shape):
-        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 to {vocab_size} (vocabulary) nodes")
-    if 1 + sum(tree_shape) > MAX_NODES:
-        raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
+    widths = tree_shape if isinstance(tree_shape, Sequence) else ()
+    if not widths or not all(is_integer(width) and 1 <= width <= vocab_size for width in widths):
+        limits = f"1 to {vocab_size} (the vocabulary)"
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, {limits}, as in 4 16 16 16 16")
+    if 1 + sum(widths) > MAX_NODES:
+        raise UserError(f"tree_shape: {1 + sum(widths)} nodes with the root; a tree has at most {MAX_NODES}")
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int, **filters: float) -> None:
-    """Raise UserError for sampling settings of a wrong type or outside their range. filters: see `check_filter`."""
-    check_integer("max_new_tokens", max_new_tokens, 1)
-    check_integer("top_k", top_k, 0)
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not is_real(value):
-            raise UserError(f"{name}: {value!r}; it must be a number")
-    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE):
+    """Raise UserError for sampling settings of a wrong type or outside their range. filters: others of FILTERS."""
+    if not is_real(temperature) or not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE):
         valid = f"from {LEAST_TEMPERATURE:.2g} to {LARGEST_TEMPERATURE:.2g}"
-        raise UserError(f"temperature: {temperature}; it must be 0 (greedy) or {valid}")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
-    for name, value in filters.items():
-        check_filter(name, value)
+        raise UserError(f"temperature: {temperature!r}; it must be 0 (greedy) or {valid}")
+    for name, value in {"max_new_tokens": max_new_tokens, "top_p": top_p, "top_k": top_k, **filters}.items():
+        check_option(name, value)
 
 
 def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
@@ -187,22 +157,19 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
 
 def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
     """Raise UserError unless seed is None, or one or `rows` integers of 64 bits."""
-    if isinstance(seed, Sequence) and not isinstance(seed, str):
-        if len(seed) != rows:
-            raise UserError(f"seed: {len(seed)} seeds for {rows} rows; give one, or one per row")
-        for own in seed:
+    seeds = [seed] * rows if isinstance(seed, str) or not isinstance(seed, Sequence) else list(seed)
+    if len(seeds) != rows:
+        raise UserError(f"seed: {len(seeds)} seeds for {rows} rows; give one, or one per row")
+    for own in seeds:
+        if own is not None:
             check_integer("seed", own, 0, LARGEST_SEED)
-    elif seed is not None:
-        check_integer("seed", seed, 0, LARGEST_SEED)
 
 
 def check_streamer(streamer: Any, batch: int) -> None:
     """Raise UserError for an object that is not a streamer, and for a streamer with a batch of several rows."""
-    if streamer is None:
-        return
-    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise UserError(f"streamer: a {type(streamer).__name__}; give an object with the methods put and end")
-    if batch > 1:
+    if streamer is not None and batch > 1:
         raise UserError(f"streamer: batch of {batch}; streaming takes a single prompt")
 
 
@@ -233,10 +200,3 @@ def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
     if not is_integer(value) or abs(value) >= 2**31:
         raise UserError(f"pad_token_id: {value!r}; give a token id")
     return int(value)
-
-
-def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise UserError unless `value` is an integer from `least` to `most`."""
-    if not is_integer(value) or value < least or (most is not None and value > most):
-        valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-        raise UserError(f"{name}: {value!r}; it must be {valid}")

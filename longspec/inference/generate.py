@@ -14,12 +14,11 @@ from longspec.inference import arguments
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
-from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
+from longspec.inference.options import check_arguments, sampling_settings
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
 from longspec.inference.streaming import Streamer, ends_streamer
-from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
 
@@ -115,13 +114,8 @@ def generate(
     shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
     drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
     drafting = arguments.checked_drafting(model, drafting, allow_untrained_draft)
-    # Some tokenizers return token_type_ids.
-    for name in options.keys() - {*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids"}:
-        raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
-    refuse_options(options, (*REFUSED, *STOPPING))
-    report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
-    input_ids, attention_mask = arguments.prompt_batch(input_ids, attention_mask)
-    rows = arguments.prompt_rows(input_ids, attention_mask)
+    check_arguments(options, model.generation_config, model.config.name_or_path)
+    given, rows = arguments.prompt_rows(input_ids, attention_mask)
     arguments.check_streamer(streamer, len(rows))
     arguments.check_stopping(stopping_criteria)
     eos_ids = arguments.end_tokens(model, eos_token_id)
@@ -139,10 +133,9 @@ def generate(
         arguments.check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
-    prompts = input_ids.to(device) if stopping_criteria else input_ids
     put_from = getattr(streamer, "put_from", None)
     if streamer is not None:
-        streamer.put(input_ids.cpu())
+        streamer.put(given[0][None].cpu())
     reads_each = streamer is not None or bool(stopping_criteria)
 
     def take(number: int, event: Tokens) -> int | None:
@@ -157,7 +150,7 @@ def generate(
                 streamer.put(torch.tensor([token]))
             if stopping_criteria:
                 # They see the padded prompt, as in transformers' own `generate`.
-                ids = torch.cat([prompts[number], prompts.new_tensor(answers[number])])[None]
+                ids = torch.cat([given[number].to(device), torch.tensor(answers[number], device=device)])[None]
                 if any(bool(torch.as_tensor(ends(ids, None)).all()) for ends in stopping_criteria):  # type: ignore[arg-type]
                     return count
         return None
@@ -182,10 +175,9 @@ def make_requests(
     top_k: int,
 ) -> list[Request]:
     """A request for each prompt, with a seed of its own. options: as for `generate`. Raises UserError."""
-    config, vocab, stops = model.generation_config, model.config.vocab_size, frozenset(eos_ids)
-    filters, requests = filter_values(options, config), []
+    config, vocab, requests = model.generation_config, model.config.vocab_size, []
     for prompt, seed in zip(prompts, seeds, strict=True):
-        penalties = merged_settings(options, config, eos_ids, vocab, len(prompt))
-        sampling = Sampling(temperature, top_p, top_k, seed, **filters, **penalties)
-        requests.append(Request(prompt, max_new_tokens, sampling, stops))
+        settings = sampling_settings(options, config, eos_ids, vocab, len(prompt))
+        sampling = Sampling(temperature, top_p, top_k, seed, **settings)
+        requests.append(Request(prompt, max_new_tokens, sampling, frozenset(eos_ids)))
     return requests

@@ -5,12 +5,13 @@ from threading import Condition, Thread
 from typing import Any
 
 from longspec.errors import first_line
-from longspec.inference.arguments import check_integer, checked_drafting, chosen_attention
+from longspec.inference.arguments import checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
+from longspec.inference.token_options import check_integer
 from longspec.models.glide import GlideMixin, check_pair
 
 logger = logging.getLogger(__name__)
