@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -48,40 +48,36 @@ def answer_all(
 ) -> GenerationStats:
     """Answer requests, `max_rows` at a time or as many as fit into memory. A row that ends goes to the next request.
 
-    max_rows: None answers all as one batch, whose prompts are read before the first round. drafting: checked settings.
+    max_rows: None answers all as one batch, whose prompts are read before the first round; otherwise all rows have room
+    for the longest request. drafting: checked settings.
     attention, compile: as for `longspec.generate`. window: number of successive requests of which the longest starts
     first; None for all. The tokens of a request that is greedy or has a seed do not depend on the others. Returns the
     counts and times of all requests; where prompts are read between rounds, `ttft_s` is the time of this. Raises
     UserError, with the number of the request, for one that cannot be answered, such as one whose logits are NaN.
     """
-    together, waiting = max_rows is None, list(range(len(requests)))
+    if not requests or listener.is_stopped():
+        return GenerationStats()
+    start, together, order = time.perf_counter(), max_rows is None, list(range(len(requests)))
     if not together:
         # The longest first, so that no long answer runs alone at the end.
         window = window or len(requests)
-        waiting.sort(key=lambda number: (number // window, -requests[number].longest))
-    kinds = (sampling_kind([request.sampling for request in requests]),)
-    figures, stats = [GenerationStats() for _ in requests], [GenerationStats()]
-    while waiting and not listener.is_stopped():
-        start = time.perf_counter()
-        rows, longest = min(max_rows or len(waiting), len(waiting)), max(requests[number].longest for number in waiting)
-        settings = EngineSettings(drafting, rows, None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-        refill = 1 if together else max(1, rows // REFILLED)
-        settings = replace(settings, refill=refill, together=together, in_blocks=listener.in_blocks)
-        engine = RequestEngine(model, settings)
-        # All rows have the capacity of the longest request. If memory is short, shorter ones come with more rows.
-        shortest = 0 if together or engine.batch.max_rows == rows else longest // 2
-        own = [number for number in waiting if requests[number].longest >= shortest]
-        waiting = [number for number in waiting if requests[number].longest < shortest]
-        word = "row" if together else "prompt"
-        stats.append(_Run(engine, requests, own, listener, figures, word).play(start))
-        del engine  # its memory is free for the next one
-    return replace(
-        pool(stats),
-        tree_shape=stats[-1].tree_shape,
-        tree_nodes=stats[-1].tree_nodes,
-        row_rounds=[own.rounds for own in figures],
-        row_ttft_s=[own.ttft_s for own in figures],
+        order.sort(key=lambda number: (number // window, -requests[number].longest))
+    rows = min(max_rows or len(requests), len(requests))
+    settings = EngineSettings(
+        drafting,
+        rows,
+        longest=max(request.longest for request in requests),
+        prefill_chunk=PREFILL_TOKENS,
+        attention=attention,
+        compile=compile,
+        kinds=(sampling_kind([request.sampling for request in requests]),),
+        details=False,
+        refill=1 if together else max(1, rows // REFILLED),
+        together=together,
+        in_blocks=listener.in_blocks,
     )
+    run = _Run(RequestEngine(model, settings), requests, listener, "row" if together else "prompt")
+    return run.play(order, start)
 
 
 @dataclass
@@ -90,11 +86,7 @@ class _Run:
 
     engine: RequestEngine
     requests: Sequence[Request]
-    own: Sequence[int]
-    """The numbers of those of the requests that this engine answers, in order."""
     listener: Listener
-    figures: Sequence[GenerationStats]
-    """Those of each request, which this fills."""
     word: str
     """What error messages call a request."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
@@ -103,18 +95,19 @@ class _Run:
     build_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.figures = [GenerationStats() for _ in self.requests]
         self.reported = {"build_s": 0.0, **self.engine.batch.setup}
         """The times of the setup that are part of an answer's figures, and those before this run."""
 
-    def play(self, start: float) -> GenerationStats:
+    def play(self, order: Sequence[int], start: float) -> GenerationStats:
         """Step until all requests have ended. start: time.perf_counter() before the engine was built."""
         engine, device = self.engine, self.engine.batch.device
         self.build_s = time.perf_counter() - start
         try:
-            self.tickets = {number: self._add(number) for number in self.own}
+            self.tickets = {number: self._add(number) for number in order}
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            if any(self.requests[number].max_new_tokens > 1 for number in self.own):
+            if any(request.max_new_tokens > 1 for request in self.requests):
                 engine.prepare()
             before, prepared = time.perf_counter(), engine.batch.seconds_of_setup
             while engine.step() and self.failure is None:
@@ -129,10 +122,11 @@ class _Run:
             engine.close()
             raise
         engine.close(keeps=not self.tickets)
-        stats, prefill_s = pool([self.figures[number] for number in self.own]), engine.worker.counts.prefill_s
+        stats, prefill_s = pool(self.figures), engine.worker.counts.prefill_s
         plans = {} if engine.worker.controller is None else engine.worker.controller.played
         stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
         stats.ttft_s, stats.decode_s = prefill_s, seconds - prefill_s
+        stats.row_rounds = [own.rounds for own in self.figures]
         self._name_tree(stats)
         del self.engine  # the tickets know this object, and the engine its tickets
         return stats
@@ -177,7 +171,7 @@ class _Run:
     def _end(self, number: int) -> None:
         ticket, own, batch = self.tickets.pop(number), self.figures[number], self.engine.batch
         own.decode_s, own.rounds_by_plan = ticket.round_s, dict(ticket.plans)
-        own.row_rounds, own.row_ttft_s = [own.rounds], [own.ttft_s]
+        own.row_rounds = [own.rounds]
         if batch.device.type == "cuda":
             # `max_memory_allocated` flattens and sorts all statistics, which takes longer than the rest of this.
             stats = torch.cuda.memory_stats_as_nested_dict(batch.device)

@@ -41,8 +41,6 @@ class GenerationStats:
     """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
     measure_s: float = 0.0
     """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
-    row_ttft_s: list[float] = field(default_factory=list)
-    """Time of each row from the start of its own prefill to its first token, in seconds."""
 
     @property
     def mean_acceptance_length(self) -> float:
