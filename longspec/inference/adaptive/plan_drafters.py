@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,9 +13,11 @@ from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, To
 from longspec.inference.drafting.proposal import Drafter, WrappedDrafter
 from longspec.inference.drafting.row_state import RowState
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.methods import DEFAULT_GAMMA, Drafting
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
+
+if TYPE_CHECKING:
+    from longspec.inference.methods import Drafting
 
 VANILLA = Plan("vanilla", 1)
 LOOKUPS: tuple[Plan, ...] = (Plan("lookup", 5), Plan("lookup", 16))
@@ -33,13 +36,13 @@ SERVED_LOOKUPS, SERVED_TREES = LOOKUPS[-1:], ((16, 2), (32, 3), (32, None))
 MOST_NODES = max(nodes for nodes, _ in TREES)
 
 
-def plans_for(drafting: Drafting, on_cpu: bool, rows: int, is_served: bool = False) -> tuple[Plan, ...]:
+def plans_for(drafting: "Drafting", on_cpu: bool, rows: int, is_served: bool = False) -> tuple[Plan, ...]:
     """The plans of a batch, of which a server has fewer: vanilla, lookup, and trees from the smallest to the largest
     if there is a draft."""
     lookups, trees = LOOKUPS, TREES if rows < MANY_ROWS else MANY_ROWS_TREES
     if is_served:
         lookups, trees = SERVED_LOOKUPS, SERVED_TREES
-    if drafting.gamma != DEFAULT_GAMMA:
+    if drafting.gamma + 1 != LOOKUPS[0].nodes:  # the default's
         lookups = (Plan("lookup", drafting.gamma + 1),)
     if not drafting.has_draft:
         return (VANILLA, *lookups)
@@ -53,7 +56,9 @@ def plans_for(drafting: Drafting, on_cpu: bool, rows: int, is_served: bool = Fal
 class PlanDrafters(Drafter):
     """The drafter of an engine with several plans. It reads the prompts; each plan proposes with its own drafter."""
 
-    def __init__(self, runner: Runner, batch: int, sampler: Sampler, plans: Sequence[Plan], drafting: Drafting) -> None:
+    def __init__(
+        self, runner: Runner, batch: int, sampler: Sampler, plans: Sequence[Plan], drafting: "Drafting"
+    ) -> None:
         self.plans = tuple(plans)
         self.nodes = max(plan.nodes for plan in self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")

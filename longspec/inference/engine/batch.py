@@ -7,18 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longspec.inference import methods
 from longspec.inference.adaptive.time_cache import BatchTimes, RoundTimes, cache_key, known_times, measure_times
 from longspec.inference.cache import Fault
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.batch_rows import BatchRows
 from longspec.inference.engine.capture import CapturedRound, compile_ahead, warm_up
-from longspec.inference.engine.modes import KINDS, Mode, SelectiveDrafter, new_drafter
 from longspec.inference.engine.prefill import DraftStarter, PromptReader
 from longspec.inference.engine.round_record import RoundResult, scores
-from longspec.inference.engine.rounds import Round, Rounds
+from longspec.inference.engine.rounds import KINDS, Mode, Round, Rounds
 from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
-from longspec.inference.methods import Drafting
 from longspec.inference.process_group import repeated
 from longspec.inference.request import Sampling
 from longspec.inference.row_settings import served_penalties
@@ -39,7 +38,7 @@ class Batch(BatchRows):
     def __init__(
         self,
         runner: Runner,
-        drafting: Drafting,
+        drafting: methods.Drafting,
         max_rows: int,
         capacity: int,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -64,7 +63,7 @@ class Batch(BatchRows):
         runner.prepare(capacity)
         all_rows = slice(0, max_rows)
         sampler = self._sampler(kinds[0], all_rows).drafting()
-        self.drafter = new_drafter(runner, drafting, max_rows, sampler, is_served=len(kinds) > 1)
+        self.drafter = methods.make_drafter(drafting, runner, max_rows, sampler, len(kinds) > 1)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         layers = self.drafter.layer_inputs
@@ -181,9 +180,9 @@ class Batch(BatchRows):
         drafter: Drafter = NoDraft()
         if mode.speculates or not self.depth:
             drafter = self._drafter(rows, sampler).for_plan(mode.plan)
-        if self.details:
-            drafter = SelectiveDrafter(drafter, self.speculates[rows])
-        return Rounds(self.runner, drafter, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
+        speculates = self.speculates[rows] if self.details else None
+        cache, root = self.cache.narrow(rows), self.root[rows]
+        return Rounds(self.runner, drafter, sampler, cache, root, mode.report, speculates)
 
     def _drafter(self, rows: slice, sampler: Sampler) -> Drafter:
         """The drafter of some consecutive rows. sampler: the target's."""

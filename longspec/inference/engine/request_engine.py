@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from longspec.errors import UserError
-from longspec.inference import engine_pool, memory
+from longspec.inference import engine_pool, memory, methods
 from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
+from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
-from longspec.inference.engine.rounds import KernelKey, size_class
+from longspec.inference.engine.rounds import KINDS, KernelKey, size_class
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import Drafting, list_length, uses_draft
@@ -140,7 +140,7 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
 def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
     """kind: the batch's key in the pool; None for a batch that is not kept."""
     drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
-    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served)
+    drafter = methods.make_drafter(drafting, runner, 1, GREEDY, is_served)
     # Whether one row can start after another. A drafting method of the user's own need not support it.
     shares = type(drafter).share is not Drafter.share
     if not shares and is_served:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longspec.inference.engine.batch import Batch
-from longspec.inference.engine.modes import Mode
 from longspec.inference.engine.requests import Ticket
+from longspec.inference.engine.rounds import Mode
 
 
 @dataclass(eq=False)
