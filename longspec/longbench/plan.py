@@ -22,7 +22,7 @@ from longspec.inference.device import choose_device, choose_dtype, device_name, 
 from longspec.inference.load_pair import read_target
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
-from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, draft_in_use
+from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.checks import check_batch_memory, check_draft_settings, check_numbers, check_prompts
@@ -184,7 +184,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     if draft:
         draft_state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
         check_draft_settings(options, draft)
-        check_draft_tokenizer(draft, pair.target, tokenizer)
 
     # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
