@@ -44,7 +44,7 @@ def check_draft_settings(options: argparse.Namespace, draft: str) -> None:
 
 
 def check_batch_memory(plan: EvaluationPlan) -> None:
-    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
+    """Raise UserError if a lower bound of the memory for the longest row exceeds that of the device."""
     options, prompts, config = plan.options, plan.selection.prompts, plan.config
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
@@ -52,15 +52,13 @@ def check_batch_memory(plan: EvaluationPlan) -> None:
     draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(MOST_NODES - 1, options.gamma)}.get(
         options.method, options.gamma
     )
-    # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts) + plan.max_new_tokens
-    rows = min(options.batch_size, len(prompts))
     if options.tp_size > 1:
         config = rank_config(config, 0, options.tp_size)
     state = plan.state_in_use or {}
     listed = state["d2t"].numel() if "d2t" in state else None  # length of the draft's vocabulary list
     # One more than the draft tokens: the root is verified, too.
-    check_memory(config, plan.dtype, plan.device, rows, longest, draft_tokens + 1, listed)
+    check_memory(config, plan.dtype, plan.device, longest, draft_tokens + 1, listed)
 
 
 def check_prompts(plan: EvaluationPlan) -> None:
