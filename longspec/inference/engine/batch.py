@@ -151,7 +151,7 @@ class Batch(BatchRows):
             rounds = {plan: self._rounds[key] for plan, key in keys.items()}
             return measure_times(state, rounds, lambda: drafter.refill(state.cache.lengths), room)
 
-        return known_times(key, self.plans, measure)
+        return known_times(key, measure)
 
     def rounds(self, mode: Mode, rows: int) -> Round:
         """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
