@@ -46,6 +46,10 @@ class Pooled(NamedTuple):
     """Whether its rounds run over all rows."""
 
 
+NOT_POOLED = Pooled(None, 0, 0, False)
+"""Of a batch that later calls do not reuse."""
+
+
 def batch_kind(kernels: KernelKey, runner: Runner) -> Hashable:
     """The kernels of a batch's rounds, and what their captures hold: the weights, and the memory of a stream."""
     device = runner.device
@@ -71,13 +75,11 @@ def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
     call, whose weights an idle batch takes over."""
     with _lock:
         batches = _idle.get(runner.model, [])
-        for number in reversed(range(len(batches))):
-            if (pooled := batches[number].pooled) is not None and pooled.kind == kind:
-                batch = batches.pop(number)
-                break
-        else:
+        batch = next((batch for batch in reversed(batches) if batch.pooled.kind == kind), None)
+        if batch is None:
             return None
-    if pooled.room < room:
+        batches.remove(batch)
+    if batch.pooled.room < room:
         return None
     batch.runner.take_weights(runner)
     return batch
@@ -91,11 +93,11 @@ def give_back(batch: "Batch") -> None:
     with _lock:
         batches = _idle.setdefault(model, [])
         batches.append(batch)
-        held = sum(_bytes(other) for other in batches)
+        held = sum(other.pooled.bytes for other in batches)
         # Ranks that share a target keep the same batches, because building one runs collectives.
         limit = IDLE_SHARE * (least_over_ranks(free_bytes(device), device) + held)
         while batches and (len(batches) > MOST_IDLE or held > limit):
-            held -= _bytes(batches.pop(0))
+            held -= batches.pop(0).pooled.bytes
 
 
 def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
@@ -126,7 +128,3 @@ def release_all() -> None:
         models = list(_idle)
     for model in models:
         release(model)
-
-
-def _bytes(batch: "Batch") -> int:
-    return 0 if batch.pooled is None else batch.pooled.bytes

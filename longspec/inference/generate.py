@@ -63,44 +63,34 @@ def generate(
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
-    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
-    real. input_ids may also be a tokenizer's output, or a list of token ids per row.
+    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; or a tokenizer's output, or a
+    list of token ids per row.
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
-    lookup_branches is given, else auto. seq, magicdec and lookup draft chains of
-    gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
-    set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (6 or 12 nodes on a
-    CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
-    measures once per device (see `adaptive`); without a trained draft it does without trees. Its trees have lookup
-    branches and at most tree_nodes nodes, and its lookup chains are of 4 and 15 tokens, or of gamma if that is not 4.
-    tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
-    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
-    follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
-    row depend on its own seed and not on the other rows, except above temperature 0 with method "auto", whose choices
-    follow from all rows that start together.
-    streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
-    origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
-    tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
-    recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
-    exact; "reject" accepts more tokens.
+    lookup_branches is given, else auto. seq, magicdec and lookup draft chains of gamma tokens. seq and tree need a
+    trained draft unless allow_untrained_draft is set. auto chooses between vanilla, lookup and trees before each round,
+    from the acceptances so far and the times of rounds, which it measures once per device (see `adaptive`).
+    tree_shape: number of nodes in each level, None for 4 16 16 16 16.
+    tree_nodes: nodes of the tree to be verified, the root included: those with the most probable paths; None for all.
+    lookup_branches: continuations of earlier occurrences of the newest tokens join the tree.
+    tree_rule: above temperature 0, "reject" samples the tree from the draft and uses recursive rejection; "descend"
+    drafts the most probable tree and follows the target's own draws in it. Both are exact; "reject" accepts more
+    tokens.
+    eos_token_id, pad_token_id: None takes the model's own.
+    seed: 0 ... 2^64 - 1 for row 0, from which the others follow (see `row_seed`), or one per row; None draws one from
+    torch's global generator. The tokens of a row depend on its own seed and not on the other rows, except above
+    temperature 0 with method "auto", whose choices follow from all rows that start together.
+    streamer: as in transformers, for a single row; with the origin of each token if it has `put_from` (see `Streamer`).
+    It is ended once, also if the call raises.
     compile: use fused layers, and on CUDA one graph per round; otherwise transformers' modules run kernel by kernel.
     attention: "auto" or a backend (see `kernels.choice.choose_backend`).
-    deterministic: make each token depend, bit for bit, on the tokens before it alone, so that greedy answers are the
-    same for every method, batch and order of work in half precision, too. Needs an NVIDIA GPU, costs some speed, and
-    excludes `attention`.
-    stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
-    in followed by its new tokens, and with scores None.
-    tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
-    None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
-    the tree; tree_nodes then selects among both.
-    batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt, and prompts are read
-    between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
-    time of all prefills.
-    options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; its repetition_penalty,
-    no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, min_new_tokens and
-    min_length, which counts the prompt without its padding, and OpenAI's presence_penalty, frequency_penalty and
-    logit_bias, a mapping of token ids to -100 ... 100, applied at every temperature (see `penalties`). They default to
-    the model's generation config; None is neutral. Every other option that changes the distribution is refused by name;
-    in the generation config it is ignored with a warning (see `options`).
+    deterministic: make each token depend, bit for bit, on the tokens before it alone, in half precision, too. Needs an
+    NVIDIA GPU, costs some speed, and excludes `attention`.
+    stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed in
+    followed by its new tokens, and with scores None.
+    batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt. None decodes all rows
+    in one batch. `ttft_s` is then the time of all prefills.
+    options: filters and penalties of transformers and OpenAI, by default those of the model's generation config (see
+    `options` and docs/your-model.md). Every other option that changes the distribution is refused by name.
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     # All checks come before long work.

@@ -6,7 +6,6 @@ tokens whichever rows run next to it.
 
 from collections.abc import Sequence
 from copy import copy
-from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -56,13 +55,6 @@ def sampling_kind(samplings: Sequence[Sampling]) -> SamplingKind:
     return SamplingKind("mixed" if greedy else "sampled", names, largest_k, penalties)
 
 
-class Purpose(IntEnum):
-    """Separates the random numbers of a round by their use."""
-
-    DRAFT = 0
-    VERIFY = 1
-
-
 class Sampler:
     """The distribution of each row: its argmax at temperature 0, else the softmax over the tokens that filters keep.
 
@@ -76,7 +68,8 @@ class Sampler:
         self.kind = kind
         self.greedy = kind.rows == "greedy"
         self._settings = settings
-        self.purpose = Purpose.VERIFY
+        self.drafts = False
+        """Whether it is the draft's. Separates the random numbers of a round by their use."""
 
     def on(self, backend: Backend) -> "Sampler":
         """The same sampler with the operations of a backend; plain torch's run anywhere."""
@@ -101,7 +94,7 @@ class Sampler:
     def drafting(self) -> "Sampler":
         """The sampler of the draft, with the same settings."""
         draft = copy(self)
-        draft.purpose = Purpose.DRAFT
+        draft.drafts = True
         return draft
 
     def after_prefill(self) -> "Sampler":
@@ -169,7 +162,7 @@ class Sampler:
     def probabilities(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         """Probabilities [B, ..., V], fp32 or wider, of the distribution; logits [B, ..., V]."""
         warped, temperature = self.warped(logits)
-        if self.kind.rows == "mixed" and self.purpose != Purpose.DRAFT:
+        if self.kind.rows == "mixed" and not self.drafts:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
             # NaN and infinity win the argmax, and stay in place.
             others = tokens != self.backend.argmax(logits)[..., None]
@@ -215,7 +208,7 @@ class Sampler:
 
     def _stream(self, kind: int, step: int) -> int:
         """kind: 0 for uniform numbers, 1 for exponential ones."""
-        return (2 * self.purpose + kind) * MOST_DRAWS + step
+        return (2 * (not self.drafts) + kind) * MOST_DRAWS + step
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:

@@ -17,7 +17,7 @@ from longspec.inference.engine.capture import CapturedRound, compile_ahead, warm
 from longspec.inference.engine.prefill import DraftStarter, PromptReader
 from longspec.inference.engine.round_record import RoundResult, scores
 from longspec.inference.engine.rounds import KINDS, Mode, Round, Rounds
-from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
+from longspec.inference.engine_pool import NOT_POOLED, Pooled, give_back, with_released_memory
 from longspec.inference.process_group import repeated
 from longspec.inference.request import Sampling
 from longspec.inference.row_settings import served_penalties
@@ -44,11 +44,10 @@ class Batch(BatchRows):
         prefill_chunk: int = PREFILL_CHUNK,
         kinds: tuple[SamplingKind, ...] = KINDS,
         details: bool = True,
-        pooled: Pooled | None = None,
+        pooled: Pooled = NOT_POOLED,
     ) -> None:
         """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass. kinds,
-        details: see `EngineSettings`. pooled: the batch's entry in the pool; None for one that later calls do not
-        reuse."""
+        details: see `EngineSettings`."""
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
@@ -58,7 +57,7 @@ class Batch(BatchRows):
         self.sizes = sorted({max_rows, *(size for size in powers if size < max_rows)})
         if not runner.capturable:
             self.sizes = list(range(1, max_rows + 1))
-        if pooled is not None and pooled.is_whole:
+        if pooled.is_whole:
             self.sizes = [max_rows]
         runner.prepare(capacity)
         all_rows = slice(0, max_rows)
@@ -139,7 +138,7 @@ class Batch(BatchRows):
 
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the rounds of all plans, in the batch's first kind, from the cache if it has them."""
-        room = self.capacity - self.depth - 1 - self.nodes if self.pooled is None else self.pooled.room
+        room = self.pooled.room or self.capacity - self.depth - 1 - self.nodes
         kind, rows = self.kinds[0], slice(0, size)
         state = self.state(Mode(True, kind, self.plans[0], self.details), rows)
         drafter = self._drafter(rows, self._sampler(kind, rows))

@@ -115,7 +115,7 @@ class RequestEngine:
             self._is_closed = True
             if keeps:
                 self.worker.wait()
-                if self.batch.pooled is not None:
+                if self.batch.pooled.kind is not None:
                     self.batch.retire()
             end_calls()
 
@@ -150,7 +150,7 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
         capacity = memory.slots_for(room, drafter.depth, drafter.nodes)
     else:
         rows, capacity = _fitting(runner, settings, rows, drafter.nodes)
-    pooled = None
+    pooled = engine_pool.NOT_POOLED
     if kind is not None:
         size = settings.max_rows * memory.row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
         size += head_bytes(runner.config, runner.dtype, list_length(runner.model, drafting), settings.max_rows)
