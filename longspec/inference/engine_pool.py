@@ -1,8 +1,4 @@
-"""Batches that are kept between calls: caches, draft state, rotary tables and captured rounds.
-
-A call borrows a batch of its kind, or builds one. Idle batches own no weights, and go with the model that they were
-built for.
-"""
+"""Batches that are kept between calls, with captured rounds. Idle ones own no weights, and go with their model."""
 
 from collections.abc import Callable, Hashable
 from threading import Lock
@@ -60,9 +56,8 @@ def batch_kind(kernels: KernelKey, runner: Runner) -> Hashable:
 
 
 def rounded_room(positions: int, max_positions: int) -> int:
-    """`positions` rounded up to one of few sizes, at most to `max_positions`. Up to MOST_SIZE_CLASSES steps the size of
-    the cache decides which kernels run, so a batch only serves calls of its own size. Beyond that a batch serves all
-    smaller calls."""
+    """`positions` rounded up to one of few sizes, at most to `max_positions`: up to MOST_SIZE_CLASSES steps the size of
+    the cache decides which kernels run, so a batch only serves calls of its own size."""
     step = CAPACITY_STEP
     if positions <= CAPACITY_STEP * MOST_SIZE_CLASSES:
         step = max(step, (1 << (positions - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
@@ -70,9 +65,8 @@ def rounded_room(positions: int, max_positions: int) -> int:
 
 
 def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
-    """An idle batch of this kind with room for `room` positions per row; None if there is none. `give_back` makes it
-    idle again. Another thread gets another batch. An idle batch without enough room is freed. runner: a runner of this
-    call, whose weights an idle batch takes over."""
+    """An idle batch of this kind with room for `room` positions per row, until `give_back`; None if there is none. One
+    without enough room is freed. runner: a runner of this call, whose weights the batch takes over."""
     with _lock:
         batches = _idle.get(runner.model, [])
         batch = next((batch for batch in reversed(batches) if batch.pooled.kind == kind), None)
@@ -86,8 +80,8 @@ def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
 
 
 def give_back(batch: "Batch") -> None:
-    """Make a batch idle, whose requests have all ended and whose caches are finite. Idle batches that were unused for
-    the longest time are freed if there are too many or too large ones."""
+    """Make a batch idle, whose requests have all ended and whose caches are finite. Of too many or too large ones, those
+    that were unused for the longest time are freed."""
     model, device = batch.runner.model, batch.device
     batch.runner.drop_weights()
     with _lock:
@@ -101,8 +95,8 @@ def give_back(batch: "Batch") -> None:
 
 
 def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
-    """`call()`; if memory runs out, the idle batches of the model are freed for a second attempt. There is none if
-    several ranks share the target, because the others do not repeat the call."""
+    """`call()`; if memory runs out, the idle batches of the model are freed for a second attempt, unless several ranks
+    share the target: the others do not repeat the call."""
     try:
         return call()
     except torch.OutOfMemoryError:

@@ -1,9 +1,5 @@
 """Options of transformers' `generate`: those that decoding applies, those without effect, and those it cannot apply.
-
-Filters and penalties are applied to the target's logits at every node, so every acceptance rule stays exact. Options of
-other decoding algorithms are refused by name if the caller sets them. If only the target's generation config does, they
-are ignored, and a warning names them.
-"""
+The latter are refused by name if the caller sets them; in the target's generation config, a warning names them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from textwrap import shorten
@@ -87,9 +83,8 @@ def report_ignored(
     applied: Collection[str] = FILE_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
-    """Say in one line which options of a target's generation config change its answers, but are ignored. applied:
-    options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it as a
-    warning, once per process."""
+    """Say in one line which options of a target's generation config change its answers, but are ignored. applied: those
+    that are not ignored. report: called with the line; None logs it as a warning, once per process."""
     names = (name for name in WITHOUT_FILE if name not in _SILENT and name not in applied)
     values = {name: getattr(config, name, None) for name in names}
     if ignored := {name: value for name, value in values.items() if not is_neutral(name, value)}:

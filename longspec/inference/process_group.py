@@ -1,9 +1,7 @@
 """One target on several processes: starting them, and the calls that all of them make.
 
-Rank 0 runs the command: it alone reads prompts, prints and writes files. The other ranks follow: they repeat rank 0's
-calls with their parts of the target, the one that loads it first. Rank 0 sends a call and makes its own without waiting
-for the others. All ranks compute every round; its tokens are compared within the round (see
-`TargetCache.compare_ranks`).
+Rank 0 runs the command: it alone reads prompts, prints and writes files. The others repeat its calls with their parts of
+the target; it does not wait for them. The tokens of each round are compared (see `TargetCache.compare_ranks`).
 """
 
 import gc
@@ -44,11 +42,9 @@ _sent: deque[tuple[dist.Work, Tensor]] = deque()
 
 @contextmanager
 def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterator[None]:
-    """Context of a command whose target is shared by the `tp_size` ranks of its launch. 1 changes nothing.
-
-    Only rank 0 enters the context. The other ranks follow it and exit when it leaves. A signal to any rank reaches
-    `stop` on rank 0; a rank that dies ends the others (see `ranks.peers`). device: as for `choose_device`, without an
-    index. Raises UserError, on one rank, for a launch that does not fit.
+    """Context of a command whose target is shared by the `tp_size` ranks of its launch; 1 changes nothing. Only rank 0
+    enters it; the others follow and exit when it leaves. A signal to any rank reaches `stop` on rank 0; a rank that
+    dies ends the others (see `ranks.peers`). Raises UserError, on one rank, for a launch that does not fit.
     """
     if tp_size < 1:
         raise UserError(f"--tp_size: {tp_size}; it must be at least 1")
@@ -131,8 +127,7 @@ def connect(device: torch.device) -> None:
 
 
 def disconnect() -> None:
-    """Leave the process group. The captured rounds of idle engines go first, because NCCL waits for the end of each
-    CUDA graph that contains its calls."""
+    """Leave the process group. Captured rounds go first: NCCL waits for the end of each graph that has its calls."""
     release_all()
     gc.collect()
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ SETUP = ("build_s", "warm_up_s", "capture_s", "measure_s")
 
 @dataclass
 class GenerationStats:
-    """Counts and times of a generation. A row counts while it is unfinished; prefill and its token are not included."""
+    """Counts and times of a generation, of unfinished rows, without prefill and its token."""
 
     rounds: int = 0
     """Number of verification passes, summed over rows."""
@@ -34,7 +34,7 @@ class GenerationStats:
     tree_nodes: int = 0
     """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
     build_s: float = 0.0
-    """Time to set up caches and layers before `ttft_s`, in seconds. Little for an engine that an earlier call built."""
+    """Time to set up caches and layers before `ttft_s`, in seconds; little if an earlier call did."""
     warm_up_s: float = 0.0
     """Time to compile the kernels of a round before `ttft_s`, in seconds; 0 if an earlier call did."""
     capture_s: float = 0.0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from longspec.longbench.plan import EvaluationPlan
 
 INT64_LIMIT = 2**63
-"""Seeds and top_k are below this value, so that they fit into a LongTensor."""
+"""Seeds are below this value, so that they fit into a LongTensor."""
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -28,9 +28,8 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name, number in least.items():
         if getattr(options, name) < number:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
-    for name in ("seed", "top_k"):
-        if getattr(options, name) >= INT64_LIMIT:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {INT64_LIMIT}")
+    if options.seed >= INT64_LIMIT:
+        raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
 
 
 def check_draft_settings(options: argparse.Namespace, draft: str) -> None:

@@ -43,8 +43,7 @@ class EngineSettings:
     memory: int | None = None
     """Bytes for their caches and passes; None takes 90% of the free memory."""
     longest: int | None = None
-    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None gives rows up to the
-    target's whole context."""
+    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None: as fit."""
     prefill_chunk: int = PREFILL_CHUNK
     """Most prompt tokens that are read between two rounds."""
     attention: str = "auto"
@@ -56,8 +55,8 @@ class EngineSettings:
     details: bool = True
     """Whether requests may ask for log-probabilities and traces, and to decode without speculation."""
     refill: int = 1
-    """Rows that must be idle before waiting requests get any, as long as others run. A pass over few short prompts
-    takes nearly as long as one over many, so more rows mean more tokens per second, and a longer wait."""
+    """Rows that must be idle before waiting requests get any, as long as others run. More mean more tokens per second,
+    because a pass over few short prompts takes nearly as long as one over many, and a longer wait."""
     together: bool = False
     """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
     Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
@@ -82,9 +81,8 @@ class RequestEngine:
         self._is_closed = False
 
     def prepare(self, usual: Sampling | None = None) -> None:
-        """Before the first step: measure the plans of method "auto", and capture what the usual requests need, or what
-        all need if they start together. Otherwise each kind of round is captured when it is first played. usual:
-        settings of most requests, whose penalties the captured rounds have."""
+        """Before the first step: measure the plans of method "auto", and capture what most requests need. Other rounds
+        are captured when they are first played. usual: settings whose penalties the captured rounds have."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
             if self.settings.together or self.settings.details:
                 self.batch.capture(usual)
@@ -121,8 +119,7 @@ class RequestEngine:
 
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
-    """The batch of an engine with these settings. One that an earlier engine left is taken if the requests are known.
-    The batch has room for `longest` tokens per row, rounded up."""
+    """A batch for these settings, with `longest` rounded up; one that an earlier engine left, if the requests are known."""
     runner = make_runner(model, settings.attention, settings.compile)
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:
