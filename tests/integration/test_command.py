@@ -211,7 +211,7 @@ def refused(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--tree_shape"], "tree_shape: empty"),
+        (["--tree_shape"], "tree_shape: []"),
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
         (["--tree_shape", "auto"], "use --method auto, which chooses the tree in each round"),
@@ -219,7 +219,7 @@ def refused(
         (["--max_gen_len", "4090"], "4096 positions"),
         (["--temperature", "-1"], "temperature: -1.0"),
         (["--seed", "-1"], "--seed: -1"),
-        (["--top_k", str(2**70)], f"--top_k: {2**70}"),
+        (["--top_k", str(2**70)], f"top_k: {2**70}"),
         (["--batch_size", "0"], "--batch_size: 0"),
         (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
         (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
