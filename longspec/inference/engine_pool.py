@@ -80,8 +80,8 @@ def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
 
 
 def give_back(batch: "Batch") -> None:
-    """Make a batch idle, whose requests have all ended and whose caches are finite. Of too many or too large ones, those
-    that were unused for the longest time are freed."""
+    """Make a batch idle, whose requests have all ended and whose caches are finite. If there are too many or too large
+    ones, those that were unused for the longest time are freed."""
     model, device = batch.runner.model, batch.device
     batch.runner.drop_weights()
     with _lock:

@@ -119,7 +119,7 @@ class RequestEngine:
 
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
-    """A batch for these settings, with `longest` rounded up; one that an earlier engine left, if the requests are known."""
+    """A batch for these settings, `longest` rounded up: that of an earlier engine, if the requests are known."""
     runner = make_runner(model, settings.attention, settings.compile)
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:
