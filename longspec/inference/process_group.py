@@ -1,7 +1,7 @@
 """One target on several processes: starting them, and the calls that all of them make.
 
-Rank 0 runs the command: it alone reads prompts, prints and writes files. The others repeat its calls, each with its part
-of the target; rank 0 does not wait for them. Each round compares its tokens (see `TargetCache.compare_ranks`).
+Rank 0 runs the command: it alone reads prompts, prints and writes files. The others repeat its calls, each with its
+part of the target; rank 0 does not wait for them. Each round compares its tokens (see `TargetCache.compare_ranks`).
 """
 
 import gc
