@@ -15,7 +15,7 @@ class Accepted:
     """The part of a proposal that the target accepts."""
 
     path: Tensor
-    """LongTensor [B, depth + 1]: numbers of the accepted nodes, starting with the root (0). Entries past `count` are
+    """LongTensor [B, depth + 1]: numbers of the accepted nodes, the root (0) first. Entries past `count` are
     undefined."""
     count: Tensor
     """LongTensor [B]: number of accepted draft tokens, 0 ... depth."""

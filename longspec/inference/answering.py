@@ -47,14 +47,10 @@ def answer_all(
     window: int | None = None,
 ) -> GenerationStats:
     """Answer requests, `max_rows` at a time or as many as fit into memory. A row that ends goes to the next request.
-
-    max_rows: None answers all as one batch, whose prompts are read before the first round; otherwise all rows have room
-    for the longest request. drafting: checked settings.
-    attention, compile: as for `longspec.generate`. window: number of successive requests of which the longest starts
-    first; None for all. The tokens of a request that is greedy or has a seed do not depend on the others. Returns the
-    counts and times of all requests; where prompts are read between rounds, `ttft_s` is the time of this. Raises
-    UserError, with the number of the request, for one that cannot be answered, such as one whose logits are NaN.
-    """
+    max_rows: None answers all as one batch, whose prompts are read before the first round; else all rows have room for
+    the longest request. drafting: checked settings. window: number of successive requests of which the longest starts
+    first; None for all. Returns the counts and times of all; `ttft_s` is then the time of prefill. Raises UserError,
+    with the number of the request, for one that cannot be answered."""
     if not requests or listener.is_stopped():
         return GenerationStats()
     start, together, order = time.perf_counter(), max_rows is None, list(range(len(requests)))

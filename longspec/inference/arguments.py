@@ -35,10 +35,8 @@ def chosen_attention(attention: str, deterministic: bool) -> str:
 
 
 def prompt_rows(input_ids: Any, attention_mask: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Each prompt as passed in, and without its padding; LongTensors [length]. Raises UserError.
-
-    input_ids: token ids [B, P], a list of token ids per row, or a tokenizer's output, which contains the mask as well.
-    """
+    """Each prompt as passed in, and without its padding; LongTensors [length]. input_ids: token ids [B, P], a list of
+    token ids per row, or a tokenizer's output, which contains the mask as well. Raises UserError."""
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")

@@ -16,11 +16,8 @@ def printable(text: str) -> str:
 
 
 class Detokenizer:
-    """Turns a row's tokens into pieces of text. Together the pieces are the text of all tokens.
-
-    A piece is held back while its last character is incomplete. Only the tokens of the last two pieces are decoded
-    again, because a tokenizer may drop the space in front of the first token that it decodes.
-    """
+    """Turns a row's tokens into pieces of text, each held back while its last character is incomplete. The tokens of
+    the last two pieces are decoded again, because a tokenizer may drop the space in front of the first token."""
 
     def __init__(self, tokenizer: Any) -> None:
         # The tokenizer that transformers wraps decodes the same text in a sixth of the time.

@@ -1,7 +1,5 @@
-"""The forward passes of decoding on fused layers (see `models.fused`). On CUDA, graphs can capture them.
-
-`make_runner` chooses between them and transformers' own modules.
-"""
+"""The forward passes of decoding on fused layers, which CUDA graphs can capture, and the choice between both
+runners."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -125,9 +123,8 @@ NOT_CAPTURED = "no CUDA graphs: %s cannot be captured; decoding runs kernel by k
 
 
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
-    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one. A plain runner
-    on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic decoding without a
-    fused runner."""
+    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one, with one warning
+    on a CUDA device. Raises UserError for deterministic decoding without a fused runner."""
     backend = model_backend(model, attention)
     device = model.lm_head.weight.device
     if attention == DETERMINISTIC:

@@ -19,11 +19,8 @@ ROUND_BYTES = 64
 def check_memory(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tokens: int, nodes: int, listed: int | None
 ) -> None:
-    """Raise UserError if the target with the KV cache and logits of one row exceeds the free memory.
-
-    tokens: length of the longest prompt with its answer. nodes: verified per pass. listed: length of the draft's
-    vocabulary list; None without one. A lower bound: activations and the draft's layer come on top.
-    """
+    """Raise UserError if the target with the KV cache and logits of one row, of `tokens` tokens and `nodes` nodes per
+    pass, exceeds the free memory. listed: length of the draft's vocabulary list or None. A lower bound."""
     row = row_bytes(config, dtype, tokens, nodes) + head_bytes(config, dtype, listed, 1)
     needed, free = weight_bytes(config, dtype) + row, free_bytes(device)
     if needed > free:
@@ -72,8 +69,7 @@ def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> in
 
 
 def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:
-    """Tokens of prompt and answer together that fit into a row of `capacity` slots (see `slots_for`) and the target's
-    positions."""
+    """Tokens of prompt and answer that fit into a row of `capacity` slots and the target's positions."""
     return min(position_limit(config), capacity - depth - 1 - nodes)
 
 

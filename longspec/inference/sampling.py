@@ -1,8 +1,5 @@
-"""Sampling with settings per row: the distributions that generation follows, and random draws from them.
-
-The random numbers of a row depend on its seed and on the root's position alone, so a row with a seed gets the same
-tokens whichever rows run next to it.
-"""
+"""Sampling with settings per row. The random numbers of a row depend on its seed and on the root's position alone,
+whichever rows run next to it."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -57,10 +54,8 @@ def sampling_kind(samplings: Sequence[Sampling]) -> SamplingKind:
 
 class Sampler:
     """The distribution of each row: its argmax at temperature 0, else the softmax over the tokens that filters keep.
-
-    Draft and target use the same settings. Where other rows are sampled, the target of a greedy row has its argmax with
-    probability 1, so a greedy row is exact under every rule of acceptance.
-    """
+    Next to sampled rows, the target of a greedy row has its argmax with probability 1, which is exact under every
+    rule."""
 
     def __init__(self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None) -> None:
         """settings: not needed for greedy rows without penalties."""
@@ -188,9 +183,8 @@ class Sampler:
         return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:])
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
-        """Independent exponential numbers of rate 1, fp64, with the shape of `like`, [B, ...]; `first` as in
-        `Backend.row_noise`. Constant in greedy rows: these draw the most probable token, and grow the same tree in
-        every run."""
+        """Independent exponential numbers of rate 1, fp64, like `like`, [B, ...]; `first` as in `Backend.row_noise`.
+        Constant in greedy rows, which thus draw the most probable token."""
         # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
         settings, stream = self.settings, self._stream(1, step)
         numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
@@ -212,8 +206,7 @@ class Sampler:
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:
-    """The seed of each row: as given, or from one seed. None draws that one from torch's global generator, unless rows
-    are greedy."""
+    """The seed of each row. None draws one from torch's global generator, unless rows are greedy."""
     if isinstance(seed, Sequence):
         return list(seed)
     if seed is None:

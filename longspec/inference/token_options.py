@@ -1,8 +1,6 @@
-"""Options of an answer: the ranges of numbers, and the settings of `Sampling` that follow from options that depend on
-earlier tokens or on single tokens. Importing this module loads no library.
-
-Names are those of transformers' generation config where it has the option, else those of OpenAI's API.
-"""
+"""Options of an answer, named as in transformers or else OpenAI's API: the ranges of numbers, and the settings of
+`Sampling` that follow from options that depend on earlier or on single tokens. Importing this module loads no
+library."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -120,12 +118,9 @@ def word_ids(words: Iterable[str], tokenizer: Any) -> list[list[int]]:
 def token_settings(
     values: Mapping[str, Any], stop_ids: Collection[int], vocab: int, prompt_length: int = 0
 ) -> dict[str, Any]:
-    """The fields of `Sampling` that follow from the TOKEN_OPTIONS among `values`; None is neutral.
-
-    stop_ids: the tokens that end an answer, which min_new_tokens and min_length delay. Bad words do not ban them, as in
-    transformers. vocab: size of the vocabulary. prompt_length: tokens of the prompt, which min_length counts. Raises
-    UserError for a value of a wrong type or outside its range.
-    """
+    """The fields of `Sampling` that follow from the TOKEN_OPTIONS among `values`; None is neutral. stop_ids: the tokens
+    that end an answer, which min_new_tokens and min_length delay; bad words do not ban them, as in transformers.
+    prompt_length: tokens that min_length counts, too. Raises UserError for a wrong value."""
     given = {name: values.get(name) for name in TOKEN_OPTIONS}
     values = {name: TOKEN_OPTIONS[name] if value is None else value for name, value in given.items()}
     for name in (*NUMBERS, "min_new_tokens", "min_length"):

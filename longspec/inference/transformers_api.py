@@ -1,8 +1,5 @@
-"""`model.generate`: speculative decoding with the arguments and results of transformers' `generate`.
-
-transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of
-its own decoding loop.
-"""
+"""`model.generate`: speculative decoding with the arguments and results of transformers' `generate`, which prepares
+prompts, masks and lengths, and then calls `_decode` instead of its own decoding loop."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -58,13 +55,9 @@ def generate_as_transformers(
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """transformers' `generate` with speculative decoding, whose arguments (DECODING) are those of `longspec.generate`.
-
-    Defaults come from `generation_config` or the model's own. Returns LongTensor [B * num_return_sequences, length]:
-    the prompts as passed in and the new tokens, padded on the right; with return_dict_in_generate a
-    `SpeculativeOutput`. stopping_criteria and stop_strings (which need `tokenizer`) end each row independently.
-    OpenAI's presence_penalty, frequency_penalty and logit_bias are arguments, too. Raises UserError for every option
-    that decoding cannot apply (see `options`).
-    """
+    Returns LongTensor [B * num_return_sequences, length]: the prompts as passed in and the new tokens, padded on the
+    right; with return_dict_in_generate a `SpeculativeOutput`. Criteria and stop_strings (which need `tokenizer`) end
+    each row independently. Raises UserError for every option that decoding cannot apply (see `options`)."""
     own, decoding = self.generation_config, {name: kwargs.pop(name) for name in DECODING if name in kwargs}
     if isinstance(inputs, Mapping):
         kwargs, inputs = {**inputs, **kwargs}, None

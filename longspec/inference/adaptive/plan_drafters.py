@@ -27,8 +27,7 @@ TREES: tuple[tuple[int, int | None], ...] = ((16, 2), (16, None), (32, 3), (32, 
 MANY_ROWS, MANY_ROWS_TREES = 16, ((4, 2), (8, 3), (16, None), (32, None))
 """Number of rows from which a batch has these trees: a GPU verifies about a hundred tokens in the time of one."""
 CPU_TREES = ((6, 2), (12, 4))
-"""The trees on a CPU, where the time of a round soon grows with the number of nodes: one and two times the tokens that
-`kernels.native` multiplies at once."""
+"""The trees on a CPU: one and two times the tokens that `kernels.native` multiplies at once."""
 CPU_WIDTH = 3
 """Largest width of a level of these trees. Wider levels hardly add accepted tokens, but take longer."""
 SERVED_LOOKUPS, SERVED_TREES = LOOKUPS[-1:], ((16, 2), (32, 3), (32, None))
@@ -37,8 +36,7 @@ MOST_NODES = max(nodes for nodes, _ in TREES)
 
 
 def plans_for(drafting: "Drafting", on_cpu: bool, rows: int, is_served: bool = False) -> tuple[Plan, ...]:
-    """The plans of a batch, of which a server has fewer: vanilla, lookup, and trees from the smallest to the largest
-    if there is a draft."""
+    """The plans of a batch: vanilla, lookup, and trees in ascending order if there is a draft. A server has fewer."""
     lookups, trees = LOOKUPS, TREES if rows < MANY_ROWS else MANY_ROWS_TREES
     if is_served:
         lookups, trees = SERVED_LOOKUPS, SERVED_TREES

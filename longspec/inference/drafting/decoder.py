@@ -18,8 +18,8 @@ class Level(NamedTuple):
     tokens: Tensor
     """LongTensor [B, n]."""
     all_parents: Tensor | None
-    """LongTensor [B, N]: the number of the parent of each node of the tree, -1 for the root and for nodes that only
-    fill up their level; None for a chain."""
+    """LongTensor [B, N]: the parent of each node of the tree, -1 for the root and for unused nodes; None for a
+    chain."""
     depth: int
     """0 for the root."""
     first: int

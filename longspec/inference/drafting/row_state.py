@@ -13,8 +13,7 @@ class RowState:
     reads_hidden: bool = False
     """Whether a proposal reads `TargetCache.newest_hidden`."""
     layer_inputs: tuple[int, ...] = ()
-    """Layers of the target whose inputs the draft reads: `feed` gets those at accepted tokens, and `feed_prompt` those
-    at the prompt's."""
+    """Layers of the target whose inputs `feed_prompt` and `feed` get, at the prompt's and at accepted tokens."""
 
     def reserve(self, capacity: int) -> None:
         """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""

@@ -46,8 +46,7 @@ class Batch(BatchRows):
         details: bool = True,
         pooled: Pooled = NOT_POOLED,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass. kinds,
-        details: see `EngineSettings`."""
+        """capacity: slots per row of the target's cache. prefill_chunk: most tokens of a captured pass."""
         super().__init__(runner, max_rows, capacity, kinds[0].penalties)
         self.kinds = kinds
         self.details = details
@@ -88,8 +87,7 @@ class Batch(BatchRows):
 
     @repeated
     def capture(self, usual: Sampling | None = None) -> None:
-        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty. usual: see
-        `RequestEngine.prepare`."""
+        """Capture prefill and the rounds of the `usual` requests, if the runner can. The cache must be empty."""
         if self.details:
             self.reader.capture()
         if not self.runner.capturable:
@@ -127,8 +125,7 @@ class Batch(BatchRows):
         return sum(self.setup.values())
 
     def kind_of(self, samplings: Sequence[Sampling]) -> SamplingKind:
-        """The batch's only kind; else the first of KINDS that follows all these settings, with penalties that cover
-        theirs."""
+        """The batch's only kind; else the first of KINDS that follows all these settings, with their penalties."""
         if len(self.kinds) == 1:
             return self.kinds[0]
         needed = sampling_kind(samplings)
@@ -202,9 +199,8 @@ class Batch(BatchRows):
 
     @repeated
     def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
-        """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
-        chunks: int64, one per row. Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens`
-        reads."""
+        """Read the next tokens, int64, of the prompts of consecutive rows, which hold the positions before `start`.
+        Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens` reads."""
         ends = [start + len(chunk) for chunk in chunks]
         tokens = self.upload(chunks)
         self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
@@ -212,9 +208,8 @@ class Batch(BatchRows):
 
     @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
-        """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, per token.
-        chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
-        ValueError for logits that are NaN."""
+        """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, `following`,
+        which lacks one at the end of the prompt. Waits for the device. Raises ValueError for logits that are NaN."""
         hidden = self.reader.read_all(row, self.upload([chunk]), start)
         self._last_hidden = hidden[:, -1:]
         lines: list[list[float]] = []
@@ -234,11 +229,8 @@ class Batch(BatchRows):
         self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind, scored: bool = False
     ) -> Tensor:
         """Choose the first tokens of the answers in n consecutive rows, which become the roots and join the rounds.
-
-        part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
-        token, its log-probability at temperature 1 (0 without details), and the row's fault; then, if `scored`,
-        `round_record.scores` of it.
-        """
+        part: the rows among those of the newest `read_prompts`. Returns fp64 [n, 3]: the token, its log-probability at
+        temperature 1 (0 without details), and the row's fault; then, if `scored`, `round_record.scores` of it."""
         last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)
         cache.faults.zero_()

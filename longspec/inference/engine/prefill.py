@@ -1,7 +1,4 @@
-"""Prefill: passes over chunks of prompts, of one row or of several next to each other.
-
-Where FlashAttention-3 runs, a chunk of one row can be a CUDA graph. `DraftStarter` starts the drafter on prompts.
-"""
+"""Prefill: passes over chunks of prompts, of one row (which FlashAttention-3 runs as a CUDA graph) or several."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +17,7 @@ from longspec.models.target_attention import LayerInputs
 PREFILL_TOKENS = 4096
 """Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
 PREFILL_ROWS = 8
-"""Largest number of rows per pass, unless one pass reads all their tokens. Each pass reads the prefix of its rows
-again, so chunks must be long."""
+"""Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 
@@ -122,11 +118,8 @@ class PromptReader:
 
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
-    """Groups of consecutive rows that are read in one pass each, all from the same position on.
-
-    unread: row number and number of unread tokens of each row that has any, in ascending order. most_tokens: largest
-    number of tokens of a pass.
-    """
+    """Groups of consecutive rows that are read in one pass each of at most `most_tokens` tokens. unread: row number and
+    number of unread tokens of each row that has any, in ascending order."""
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:

@@ -1,7 +1,4 @@
-"""The engine: requests in, events out. It owns prefill, rounds, rows, captured rounds, plans and memory.
-
-It runs on the thread that calls `step`. The server's scheduler is a thread around it.
-"""
+"""The engine: requests in, events out. It runs on the thread that calls `step`; the scheduler is a thread around it."""
 
 import time
 from collections.abc import Hashable
@@ -107,8 +104,8 @@ class RequestEngine:
         return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
-        """Let the other ranks that share the target go on. keeps: whether all requests have ended without a fault, so
-        that a later engine can have the batch."""
+        """Let the other ranks go on. keeps: whether all requests have ended without a fault; the batch is then
+        pooled."""
         if not self._is_closed:
             self._is_closed = True
             if keeps:

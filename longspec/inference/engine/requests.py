@@ -1,7 +1,4 @@
-"""The interface of the scheduler: requests, the events that answer them, and the errors that refuse them.
-
-Importing it loads no library.
-"""
+"""The interface of the scheduler: requests, events and errors. Importing it loads no library."""
 
 import time
 from collections import Counter

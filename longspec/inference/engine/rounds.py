@@ -73,11 +73,8 @@ Round = Callable[[Tensor], RoundResult]
 
 @dataclass(eq=False)
 class Rounds:
-    """Decoding rounds of a ragged batch whose prompts are in the cache.
-
-    Each row has a root: its newest token, the only one that the target has not read yet. All state is in tensors that a
-    round changes in place, so that a round can be captured as a CUDA graph and replayed.
-    """
+    """Decoding rounds of a ragged batch whose prompts are in the cache. The root of a row is its newest token, the only
+    one that the target has not read. All state is in tensors that change in place, so that rounds can be captured."""
 
     runner: Runner
     drafter: Drafter

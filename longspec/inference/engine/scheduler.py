@@ -54,8 +54,8 @@ class Scheduler:
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
     def start(self, usual: Sampling | None = None) -> None:
-        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails. usual: see
-        `RequestEngine.prepare`."""
+        """Start the engine's thread and wait until it is prepared for `usual` requests. Raises NotServing if that
+        fails."""
         self._usual = usual
         self._thread.start()
         with self._changed:

@@ -26,9 +26,8 @@ class StaticBatch(Rounds):
         lengths: Sequence[int],
         max_new_tokens: int,
     ) -> None:
-        """Allocate the caches. `prefill` reads the prompts. prompts: LongTensor [B, P], padded on the right.
-        lengths: tokens per row without padding, at least 1. max_new_tokens: per row; the cache has room for
-        them."""
+        """Allocate the caches. prompts: LongTensor [B, P], padded on the right. lengths: tokens per row without
+        padding."""
         self.prompts = prompts
         self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
