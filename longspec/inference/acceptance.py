@@ -15,8 +15,7 @@ class Accepted:
     """The part of a proposal that the target accepts."""
 
     path: Tensor
-    """LongTensor [B, depth + 1]: numbers of the accepted nodes, the root (0) first. Entries past `count` are
-    undefined."""
+    """LongTensor [B, depth + 1]: numbers of the accepted nodes, root (0) first; undefined after `count`."""
     count: Tensor
     """LongTensor [B]: number of accepted draft tokens, 0 ... depth."""
     bonus: Tensor

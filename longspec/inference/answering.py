@@ -25,8 +25,7 @@ class Listener:
     """What becomes of the answers. Requests are known by their numbers. An exception ends all of them."""
 
     take: Callable[[int, Tokens], int | None]
-    """Called with the next tokens of an answer. Returns how many of them the answer keeps if it ends there, else None.
-    """
+    """Called with the next tokens of an answer; returns how many of them it keeps if it ends there, else None."""
     finish: Callable[[int, GenerationStats], object] = lambda number, stats: None
     """Called once an answer is complete, with its own counts and times. `decode_s` is its share of the rounds' time;
     the times of the setup go to the first answer."""

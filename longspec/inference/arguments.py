@@ -74,8 +74,7 @@ def check_token_ids(input_ids: Any) -> None:
 
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
-    """Drafting settings that fit a model. Raises UserError for those that cannot work. The levels of method "auto" have
-    no more nodes than the vocabulary has tokens."""
+    """Drafting settings that fit a model; the levels of "auto" fit its vocabulary. Raises UserError."""
     method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
     if method == AUTO and not isinstance(shape, str) and all(map(is_integer, shape)):
         drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
@@ -134,8 +133,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
 
 
 def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
-    """Raise RequestTooLarge for a request of more than `limit` tokens, another UserError if it is malformed. Its rules
-    are those of `token_settings`, which checks them."""
+    """Raise RequestTooLarge for a request of more than `limit` tokens, another UserError if it is malformed."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, **{name: getattr(sampling, name) for name in FILTERS})
     check_seed(sampling.seed)

@@ -64,8 +64,7 @@ class TargetCache:
         self.prefix_lengths = self.lengths
         """int32 [B]: slots that attention to the prefix reads: `lengths`, or 0 for inactive rows (see `reading`)."""
         self.newest_hidden = torch.zeros(batch, 1, config.hidden_size, dtype=dtype, device=device)
-        """[B, 1, hidden]: the target's hidden state, after the final norm, at the newest accepted token of each row.
-        The engine updates it only for drafters that read it."""
+        """[B, 1, hidden]: the target's last hidden state at the newest accepted token, for drafters that read it."""
         self.rows = torch.arange(batch, device=device)[:, None]
         """LongTensor [B, 1]: row numbers, to index with slots [B, N]."""
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)

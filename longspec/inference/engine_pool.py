@@ -95,8 +95,7 @@ def give_back(batch: "Batch") -> None:
 
 
 def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
-    """`call()`; if memory runs out, the idle batches of the model are freed for a second attempt, unless several ranks
-    share the target: the others do not repeat the call."""
+    """`call()`; if memory runs out, idle batches are freed for a second attempt, which other ranks could not repeat."""
     try:
         return call()
     except torch.OutOfMemoryError:

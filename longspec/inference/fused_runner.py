@@ -1,5 +1,4 @@
-"""The forward passes of decoding on fused layers, which CUDA graphs can capture, and the choice between both
-runners."""
+"""The forward passes of decoding on fused layers, which CUDA graphs can capture, and the choice of a runner."""
 
 from collections.abc import Sequence
 from functools import partial

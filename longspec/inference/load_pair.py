@@ -47,8 +47,7 @@ def load_pair(
 
 
 def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pair, PreTrainedConfig, Any]:
-    """The pair with the tokens that end its answers, the target's configuration and its tokenizer. Raises UserError for
-    what would fail once the weights are read."""
+    """The pair with its stop tokens, the target's configuration and its tokenizer. Raises UserError for misfits."""
     config = read_config(pair.target)
     family_class(config, pair.target)
     ranks = model_parallel_rank_and_size()[1]

@@ -203,16 +203,15 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
 
 
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:
-    """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of its `repeated` methods.
-    `end_calls` ends this; there is one such object at a time."""
+    """`build(model, **arguments)`, on all ranks. The others repeat calls of its `repeated` methods until
+    `end_calls`."""
     if _leads:
         _send((_repeat, {"build": build, "arguments": arguments}))
     return build(model, **arguments)
 
 
 def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A method that the ranks which share a target call alike. No such method calls another one. Arguments are on the
-    host and sent pickled; each rank keeps its own results."""
+    """A method that all ranks call alike, with arguments on the host. No such method calls another one."""
 
     @wraps(method)
     def call(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:

@@ -1,5 +1,4 @@
-"""Sampling with settings per row. The random numbers of a row depend on its seed and on the root's position alone,
-whichever rows run next to it."""
+"""Sampling with settings per row. A row's random numbers depend on its seed and on the root's position alone."""
 
 from collections.abc import Sequence
 from copy import copy

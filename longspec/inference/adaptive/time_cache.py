@@ -145,8 +145,7 @@ def forget_times() -> None:
 
 @torch.no_grad()
 def measure_times(state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int) -> RoundTimes:
-    """Time the rounds of each plan at a short context and at `room` prefix slots per row. state: the tensors that the
-    rounds work on. Its cache is empty before and after."""
+    """Time the rounds of each plan on `state`, whose cache is empty, at a short context and at `room` slots per row."""
     announce_first_use()
     lengths = state.cache.lengths
     all_rows = torch.ones_like(state.root, dtype=torch.bool)

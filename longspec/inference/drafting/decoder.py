@@ -18,8 +18,7 @@ class Level(NamedTuple):
     tokens: Tensor
     """LongTensor [B, n]."""
     all_parents: Tensor | None
-    """LongTensor [B, N]: the parent of each node of the tree, -1 for the root and for unused nodes; None for a
-    chain."""
+    """LongTensor [B, N]: the parent of each node, -1 for the root and unused nodes; None for a chain."""
     depth: int
     """0 for the root."""
     first: int
@@ -61,8 +60,7 @@ class DraftDecoder(RowState):
         return self.runner.config.vocab_size if self.ids is None else self.ids.shape[1]
 
     def state_bytes(self, longest: int) -> tuple[int, int]:
-        """Size of what `reserve` allocates, as far as it counts next to the target's KV cache: bytes per row, and bytes
-        per row and position. longest: most tokens of a text."""
+        """Bytes per row, and per row and position, that `reserve` allocates. longest: most tokens of a text."""
         return 0, 0
 
     def narrow(self, rows: slice) -> Self:

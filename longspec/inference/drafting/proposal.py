@@ -32,8 +32,7 @@ class Proposal:
     """[B, R, V]: the draft distribution q at inner nodes. A node's children are samples of its q without replacement,
     numbered in the order of sampling. None for a tree that was built deterministically."""
     q_rows: Tensor | None = None
-    """LongTensor [B, N]: the row of `sampled_from` of each node, from R on for leaves. None: row i belongs to node
-    i."""
+    """LongTensor [B, N]: the row of `sampled_from` of each node, from R on for leaves. None: as numbered."""
     from_lookup: Tensor | None = None
     """bool [B, N]: nodes from prompt lookup. They are proposed without chance, whatever q says, and each has a lower
     number than its sampled siblings. None: no node."""

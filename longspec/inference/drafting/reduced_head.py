@@ -46,8 +46,7 @@ class ReducedHead:
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Gather the weights of the list and of the rows' own tokens. prompts: LongTensor [B, P]; lengths: LongTensor
-        [B]."""
+        """Gather the weights of the list and of the tokens of prompts, LongTensor [B, P]; lengths: LongTensor [B]."""
         model = self.runner.model
         tokens = model.draft_model.vocabulary
         assert tokens is not None

@@ -104,8 +104,7 @@ class RequestEngine:
         return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
-        """Let the other ranks go on. keeps: whether all requests have ended without a fault; the batch is then
-        pooled."""
+        """Let the other ranks go on. keeps: pool the batch, as all requests have ended without a fault."""
         if not self._is_closed:
             self._is_closed = True
             if keeps:

@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Answers requests from any thread. All methods may be called from any thread but the engine's own, where
-    `on_event` runs; `cancel` may be called there too."""
+    """Answers requests from any thread but the engine's own, where `on_event` runs and may call `cancel`."""
 
     def __init__(
         self,
@@ -54,8 +53,7 @@ class Scheduler:
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
     def start(self, usual: Sampling | None = None) -> None:
-        """Start the engine's thread and wait until it is prepared for `usual` requests. Raises NotServing if that
-        fails."""
+        """Start the engine's thread and wait until it is prepared for `usual` requests, or raise NotServing."""
         self._usual = usual
         self._thread.start()
         with self._changed:

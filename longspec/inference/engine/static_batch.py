@@ -26,8 +26,7 @@ class StaticBatch(Rounds):
         lengths: Sequence[int],
         max_new_tokens: int,
     ) -> None:
-        """Allocate the caches. prompts: LongTensor [B, P], padded on the right. lengths: tokens per row without
-        padding."""
+        """Allocate the caches. prompts: LongTensor [B, P], padded on the right, with `lengths` real tokens."""
         self.prompts = prompts
         self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
