@@ -15,6 +15,7 @@ from longspec.inference.engine.request_engine import EngineSettings, RequestEngi
 from longspec.inference.engine.requests import Event, Finished, Request
 from longspec.inference.memory import chunk_bytes
 from longspec.inference.methods import Drafting
+from longspec.inference.sampling import GREEDY_KIND
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin
 
@@ -120,7 +121,7 @@ def test_tokens_in_blocks_are_those_of_single_rounds(model: GlideMixin, ahead: i
     cancelled = Request([2, 4, 1], 2000)
     answers: list[list[list[Event]]] = []
     for in_blocks in (False, True):
-        settings = EngineSettings(VANILLA, 4, memory=2**27, details=False, refill=2, in_blocks=in_blocks)
+        settings = EngineSettings(VANILLA, 4, memory=2**27, kind=GREEDY_KIND, refill=2, in_blocks=in_blocks)
         engine = RequestEngine(model, settings)
         engine.batch.sizes, engine.worker.ahead = [1, 2, 4], ahead
         engine.add(cancelled, (own := []).append)

@@ -42,16 +42,15 @@ class Batch(BatchRows):
         max_rows: int,
         capacity: int,
         prefill_chunk: int = PREFILL_CHUNK,
-        kinds: tuple[SamplingKind, ...] = KINDS,
-        details: bool = True,
+        kind: SamplingKind | None = None,
         pooled: Pooled = NOT_POOLED,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most tokens of a captured pass."""
-        super().__init__(runner, max_rows, capacity, kinds[0].penalties)
-        self.kinds = kinds
-        self.details = details
+        """capacity: slots per row of the target's cache. prefill_chunk: most tokens of a captured pass. kind: see
+        `EngineSettings`."""
+        self.kinds, self.details = KINDS if kind is None else (kind,), kind is None
+        super().__init__(runner, max_rows, capacity, self.kinds[0].penalties)
         # Rounds of one token per row take nearly as long for more rows, and each size costs a warm-up.
-        factor = 4 if drafting.method == "vanilla" and not details else 2
+        factor = 4 if drafting.method == "vanilla" and not self.details else 2
         powers = (factor**number for number in range(max_rows.bit_length()))
         self.sizes = sorted({max_rows, *(size for size in powers if size < max_rows)})
         if not runner.capturable:
@@ -60,17 +59,17 @@ class Batch(BatchRows):
             self.sizes = [max_rows]
         runner.prepare(capacity)
         all_rows = slice(0, max_rows)
-        sampler = self._sampler(kinds[0], all_rows).drafting()
-        self.drafter = methods.make_drafter(drafting, runner, max_rows, sampler, len(kinds) > 1)
+        sampler = self._sampler(self.kinds[0], all_rows).drafting()
+        self.drafter = methods.make_drafter(drafting, runner, max_rows, sampler, self.details)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         layers = self.drafter.layer_inputs
         self.reader = PromptReader(runner, self.cache, prefill_chunk, layers, self.starter.feed)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
-        self.drafters: dict[SamplingKind, Drafter] = {kinds[0]: self.drafter}
+        self.drafters: dict[SamplingKind, Drafter] = {self.kinds[0]: self.drafter}
         drafter = self.drafter
-        for kind in kinds[1:]:  # those that sample share the tensors of their trees
+        for kind in self.kinds[1:]:  # those that sample share the tensors of their trees
             drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
             self.drafters[kind] = drafter
         self.nodes, self.depth = self.drafter.nodes, self.drafter.depth
@@ -92,10 +91,9 @@ class Batch(BatchRows):
             self.reader.capture()
         if not self.runner.capturable:
             return
+        kinds = self.kinds
         if self.details:
             self.starter.capture()
-        kinds = self.kinds
-        if len(kinds) > 1:
             usual = usual or Sampling()
             self._make_room_for_penalties([usual])
             penalties = self.kind_of([usual]).penalties
@@ -126,7 +124,7 @@ class Batch(BatchRows):
 
     def kind_of(self, samplings: Sequence[Sampling]) -> SamplingKind:
         """The batch's only kind; else the first of KINDS that follows all these settings, with their penalties."""
-        if len(self.kinds) == 1:
+        if not self.details:
             return self.kinds[0]
         needed = sampling_kind(samplings)
         greedy = needed.rows == "greedy"

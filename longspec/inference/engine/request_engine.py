@@ -15,14 +15,14 @@ from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
-from longspec.inference.engine.rounds import KINDS, KernelKey, size_class
+from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import Drafting, list_length, uses_draft
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY, SamplingKind
+from longspec.inference.sampling import GREEDY, GREEDY_KIND, SamplingKind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
@@ -47,10 +47,9 @@ class EngineSettings:
     """As for `longspec.generate`."""
     compile: bool = True
     """As for `longspec.generate`."""
-    kinds: tuple[SamplingKind, ...] = KINDS
-    """The kinds of sampling of the requests: KINDS for any, or a single one."""
-    details: bool = True
-    """Whether requests may ask for log-probabilities and traces, and to decode without speculation."""
+    kind: SamplingKind | None = None
+    """How all requests are sampled. None for a server: its requests may have any settings, and ask for
+    log-probabilities, traces, and decoding without speculation."""
     refill: int = 1
     """Rows that must be idle before waiting requests get any, as long as others run. More mean more tokens per second,
     because a pass over few short prompts takes nearly as long as one over many, and a longer wait."""
@@ -59,7 +58,7 @@ class EngineSettings:
     Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
     in_blocks: bool = False
     """Whether events may bring the tokens of many rounds of method "vanilla" at once. The host then has nothing to do
-    for a row until its answer ends. Not with `details`."""
+    for a row until its answer ends. Not for a server."""
 
 
 class RequestEngine:
@@ -81,7 +80,7 @@ class RequestEngine:
         """Before the first step: measure the plans of method "auto", and capture what most requests need. Other rounds
         are captured when they are first played. usual: settings whose penalties the captured rounds have."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            if self.settings.together or self.settings.details:
+            if self.settings.together or self.settings.kind is None:
                 self.batch.capture(usual)
             self.batch.measure()
 
@@ -122,7 +121,7 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
             return _new_batch(runner, settings, None)
         room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
         sizes = settings.max_rows, settings.max_rows, size_class(room)
-        kernels = KernelKey(runner.kind, settings.drafting, settings.kinds[0], *sizes)
+        kernels = KernelKey(runner.kind, settings.drafting, settings.kind or GREEDY_KIND, *sizes)
         kind = engine_pool.batch_kind(kernels, runner), settings.together
         if (batch := engine_pool.borrow(kind, room, runner)) is not None:
             return batch
@@ -132,7 +131,7 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
 
 def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
     """kind: the batch's key in the pool; None for a batch that is not kept."""
-    drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
+    drafting, room, is_served = settings.drafting, settings.longest or 0, settings.kind is None
     drafter = methods.make_drafter(drafting, runner, 1, GREEDY, is_served)
     # Whether one row can start after another. A drafting method of the user's own need not support it.
     shares = type(drafter).share is not Drafter.share
@@ -148,7 +147,7 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
         size = settings.max_rows * memory.row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
         size += head_bytes(runner.config, runner.dtype, list_length(runner.model, drafting), settings.max_rows)
         pooled = engine_pool.Pooled(kind, room, size, settings.together)
-    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kind, pooled)
 
 
 def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) -> tuple[int, int]:
