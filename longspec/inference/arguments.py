@@ -177,14 +177,12 @@ def check_stopping(criteria: Any) -> None:
 
 def end_tokens(model: GlideMixin, eos_token_id: Any = None) -> set[int]:
     """The ids that end an answer: eos_token_id, an id or a collection or tensor of ids, else the model's own."""
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id
-    if eos_token_id is None:
-        return set()
-    ids = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
-    ids = ids if isinstance(ids, Collection) and not isinstance(ids, str) else [ids]
+    ids = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    ids = ids.flatten().tolist() if isinstance(ids, Tensor) else ids
+    if not isinstance(ids, Collection) or isinstance(ids, str):
+        ids = [] if ids is None else [ids]
     if not all(is_integer(token) for token in ids):
-        raise UserError(f"eos_token_id: {eos_token_id!r}; give an id, or a list or tensor of ids")
+        raise UserError(f"eos_token_id: {ids!r}; give an id, or a list or tensor of ids")
     return {int(token) for token in ids}
 
 

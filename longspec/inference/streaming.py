@@ -23,14 +23,11 @@ class Streamer(Protocol):
 def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises. A reader in
     another thread would otherwise wait for ever. One decorated function calls another by its `__wrapped__`."""
-    parameters = signature(function)
+    position = list(signature(function).parameters).index("streamer")
 
     @wraps(function)
     def ending(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            streamer = parameters.bind_partial(*args, **kwargs).arguments.get("streamer")
-        except TypeError:  # the call itself will report wrong arguments
-            streamer = kwargs.get("streamer")
+        streamer = kwargs.get("streamer", args[position] if len(args) > position else None)
         try:
             return function(*args, **kwargs)
         finally:

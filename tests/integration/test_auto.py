@@ -111,8 +111,8 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
         result = play(self, mode, size)
         assert mode.plan is not None and isinstance(self.drafter, PlanDrafters)
         if mode.plan.kind == "tree":
-            draft, length = self.drafter.draft, int(self.cache.lengths[0])
-            assert draft is not None
+            assert self.drafter.tree is not None
+            draft, length = self.drafter.tree.draft, int(self.cache.lengths[0])
             ring = draft.cache.keys.clone()
             self.drafter.refill(self.cache.lengths)
             positions = torch.arange(max(0, length - 16), length) % 16

@@ -249,7 +249,7 @@ def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path, method: str, er
         ({"max_new_tokens": "9"}, "max_new_tokens: '9'"),
         ({"max_new_tokens": 4096}, "4096 positions"),
         ({"seed": 2**64}, "seed: 18446744073709551616"),
-        ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'"),
+        ({"eos_token_id": "</s>"}, r"eos_token_id: \['</s>'\]"),
         ({"eos_token_id": [1.5]}, "eos_token_id"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
         ({"stop_strings": ["a"]}, r"stop_strings: \['a'\] applies to model.generate only"),

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.drafting.chain import NoDraft
-from longspec.inference.drafting.decoder import DraftDecoder
 from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
 from longspec.inference.drafting.proposal import Drafter, WrappedDrafter
 from longspec.inference.drafting.row_state import RowState
@@ -61,7 +60,6 @@ class PlanDrafters(Drafter):
         self.nodes = max(plan.nodes for plan in self.plans)
         self.depth = max(plan.nodes - 1 for plan in self.plans if plan.kind != "tree")
         self.history = TokenHistory(batch, runner.device)
-        self.draft: DraftDecoder | None = None
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
             # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
@@ -70,10 +68,8 @@ class PlanDrafters(Drafter):
             if runner.device.type == "cpu":
                 tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]
             self.tree = TreeDrafter(runner, batch, tree_shape, sampler, drafting.tree_rule, lookup=branches)
-            self.draft = self.tree.draft
             self.depth = max(self.depth, self.tree.depth)
-        if self.draft is not None:
-            self.reads_hidden, self.layer_inputs = self.draft.reads_hidden, self.draft.layer_inputs
+            self.reads_hidden, self.layer_inputs = self.tree.reads_hidden, self.tree.layer_inputs
         self.kind: Hashable = (type(self), self.plans, None if self.tree is None else self.tree.kind)
 
     def for_plan(self, plan: Plan | None) -> WrappedDrafter:
@@ -88,8 +84,8 @@ class PlanDrafters(Drafter):
         wrapped = WrappedDrafter(drafter)
         # What the target computes at a token is gone after its round, so the rounds of each plan pass it on.
         wrapped.parts = [self.history]
-        if self.draft is not None and (plan.kind == "tree" or self.layer_inputs):
-            wrapped.parts.append(self.draft)
+        if self.tree is not None and (plan.kind == "tree" or self.layer_inputs):
+            wrapped.parts.append(self.tree.draft)
         wrapped.reads_hidden, wrapped.layer_inputs = self.reads_hidden, self.layer_inputs
         return wrapped
 
@@ -98,7 +94,6 @@ class PlanDrafters(Drafter):
         part.history = self.history.narrow(rows)
         if self.tree is not None:
             part.tree = self.tree.share(rows, sampler)
-            part.draft = part.tree.draft
         return part
 
     @property
@@ -106,5 +101,5 @@ class PlanDrafters(Drafter):
         return [self.history] if self.tree is None else [self.tree]  # which has the same history
 
     def refill(self, lengths: Tensor) -> None:
-        if self.draft is not None and not self.layer_inputs:
-            self.draft.refill(self.history.tokens, lengths.long())
+        if self.tree is not None and not self.layer_inputs:
+            self.tree.draft.refill(self.history.tokens, lengths.long())
