@@ -1,8 +1,10 @@
 """`generate`: continues prompts; its arguments are named as in transformers' `generate`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +20,37 @@ from longspec.inference.options import check_arguments, sampling_settings
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import Streamer, ends_streamer
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Streamer(Protocol):
+    """transformers' streamer interface, with an optional third method. If a streamer has `put_from(value: Tensor,
+    origin: Origin) -> None`, it receives the new tokens through it, and only the prompt through `put`."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises. A reader in
+    another thread would otherwise wait for ever. One decorated function calls another by its `__wrapped__`."""
+    position = list(signature(function).parameters).index("streamer")
+
+    @wraps(function)
+    def ending(*args: P.args, **kwargs: P.kwargs) -> T:
+        streamer = kwargs.get("streamer", args[position] if len(args) > position else None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if callable(end := getattr(streamer, "end", None)):
+                end()
+
+    return ending
 
 
 @dataclass

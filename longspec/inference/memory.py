@@ -68,11 +68,6 @@ def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> in
     return 2 * tokens * (stream + attention + mlp) * dtype.itemsize
 
 
-def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:
-    """Tokens of prompt and answer that fit into a row of `capacity` slots and the target's positions."""
-    return min(position_limit(config), capacity - depth - 1 - nodes)
-
-
 def slot_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Size of the keys and values of one token in all layers."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize

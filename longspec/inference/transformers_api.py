@@ -15,9 +15,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from longspec.errors import UserError
 from longspec.inference import options
 from longspec.inference.arguments import check_stopping, check_token_ids
-from longspec.inference.generate import generate
+from longspec.inference.generate import Streamer, ends_streamer, generate
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import Streamer, ends_streamer
 from longspec.inference.token_options import TOKEN_OPTIONS
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens

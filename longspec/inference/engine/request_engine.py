@@ -71,7 +71,8 @@ class RequestEngine:
         self.batch = repeat_calls(_build, model, {"settings": settings})
         chunk = None if settings.together else settings.prefill_chunk
         self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
-        self.longest = memory.longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
+        batch = self.batch
+        self.longest = min(position_limit(model.config), batch.capacity - batch.depth - 1 - batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
         self._is_closed = False
