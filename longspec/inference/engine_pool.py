@@ -117,7 +117,5 @@ def release(model: GlideMixin) -> int:
 
 def release_all() -> None:
     """Free the idle batches of all models."""
-    with _lock:  # other threads add models
-        models = list(_idle)
-    for model in models:
+    for model in list(_idle):
         release(model)

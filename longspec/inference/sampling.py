@@ -76,14 +76,11 @@ class Sampler:
         assert self._settings is not None, "only greedy rows without penalties have no settings"
         return self._settings
 
-    @property
-    def has_settings(self) -> bool:
-        return self._settings is not None
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for texts of this number of positions."""
+    def reserve(self, capacity: int) -> Tensor | None:
+        """Make room for texts of this number of positions. Returns the roots' positions; None without settings."""
         if self._texts is not None:
             self._texts.reserve(capacity)
+        return None if self._settings is None else self._settings.positions
 
     def drafting(self) -> "Sampler":
         """The sampler of the draft, with the same settings."""

@@ -30,8 +30,7 @@ class StaticBatch(Rounds):
         self.prompts = prompts
         self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
-        positions = sampler.settings.positions if sampler.has_settings else None
-        sampler.reserve(capacity)
+        positions = sampler.reserve(capacity)
         cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, positions)
         super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
         runner.prepare(capacity)
