@@ -75,9 +75,7 @@ def check_token_ids(input_ids: Any) -> None:
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
     """Drafting settings that fit a model; the levels of "auto" fit its vocabulary. Raises UserError."""
-    method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
-    if method == AUTO and not isinstance(shape, str) and all(map(is_integer, shape)):
-        drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
+    method, vocab_size, shape = drafting.method, model.config.vocab_size, ()
     check_drafting(drafting, vocab_size)
     has_draft = model.draft_is_trained or allow_untrained_draft
     if method in GLIDE_METHODS and not has_draft:
@@ -86,7 +84,8 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
             "(--draft DRAFT, in Python glide_path=DRAFT or allow_untrained_draft=True), or choose method lookup"
         )
     check_draft_window(drafting, model.draft_model.window)
-    shape = tuple(map(int, drafting.tree_shape)) if method in ("tree", AUTO) else ()
+    if method in ("tree", AUTO):
+        shape = tuple(min(int(width), vocab_size) for width in drafting.tree_shape)
     return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
@@ -98,7 +97,7 @@ def check_drafting(drafting: Drafting, vocab_size: int) -> None:
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method in ("tree", AUTO):
-        _check_tree_shape(drafting.tree_shape, vocab_size)
+        _check_tree_shape(drafting.tree_shape, vocab_size if method == "tree" else MAX_NODES)
     if drafting.tree_nodes is not None:
         check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
     if method not in ("vanilla", "tree"):
@@ -113,12 +112,11 @@ def check_draft_window(drafting: Drafting, window: int) -> None:
         check_window(window, len(drafting.tree_shape), "tree_shape")
 
 
-def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
-    """Raise UserError unless tree_shape is a list of level sizes within the limits."""
+def _check_tree_shape(tree_shape: Any, most: int) -> None:
+    """Raise UserError unless tree_shape is a list of level sizes of at most `most` nodes, within MAX_NODES in all."""
     widths = tree_shape if isinstance(tree_shape, Sequence) else ()
-    if not widths or not all(is_integer(width) and 1 <= width <= vocab_size for width in widths):
-        limits = f"1 to {vocab_size} (the vocabulary)"
-        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, {limits}, as in 4 16 16 16 16")
+    if not widths or not all(is_integer(width) and 1 <= width <= most for width in widths):
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, 1 to {most}, as in 4 16 16 16 16")
     if 1 + sum(widths) > MAX_NODES:
         raise UserError(f"tree_shape: {1 + sum(widths)} nodes with the root; a tree has at most {MAX_NODES}")
 

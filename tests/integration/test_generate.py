@@ -231,7 +231,7 @@ def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path, method: str, er
         ({"method": "beam"}, "method: 'beam' is unknown"),
         ({"tree_rule": "accept"}, "tree_rule: 'accept' is unknown"),
         ({"tree_shape": ()}, r"tree_shape: \(\)"),
-        ({"tree_shape": (4, 62)}, "vocabulary"),
+        ({"tree_shape": (4, 62)}, "1 to 61"),
         ({"tree_shape": 4}, "tree_shape: 4"),
         ({"tree_shape": "auto"}, "tree_shape: 'auto'"),
         ({"tree_shape": (60,) * 18}, "tree_shape: 1081 nodes"),
