@@ -37,9 +37,8 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: 
 
 
 def row_capacity(memory: int, fixed: int, rows: int, most: int, row: int, slot: int) -> int:
-    """Cache slots per row: `most`, or fewer if the rows would exceed the memory. Raises UserError below one step of
-    the cache's size. In bytes: memory; fixed, of it, whatever the rows; row and slot, what each of them takes.
-    """
+    """Cache slots per row: `most`, or fewer if the rows, of `row` and per slot `slot` bytes, would exceed the `memory`
+    without its `fixed` part. Raises UserError below one step of the cache's size."""
     slots = ((memory - fixed) // rows - row) // slot
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:

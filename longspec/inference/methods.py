@@ -45,9 +45,8 @@ _own: dict[str, MakeDrafter] = {}
 
 
 def register_method(name: str, make: MakeDrafter) -> None:
-    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process. make: called with the
-    model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output is that of the target
-    whatever the drafter proposes. Raises UserError for a name that exists."""
+    """Make a drafting method available as `method=NAME` in this process. make: called with the model's runner, the
+    number of rows and `gamma`; returns a `Drafter`. Raises UserError for a name that exists."""
     if name in (*method_names(), AUTO):
         raise UserError(f"register_method: there is a method {name!r}; choose another name")
     _own[name] = make

@@ -53,8 +53,7 @@ def sampling_kind(samplings: Sequence[Sampling]) -> SamplingKind:
 
 class Sampler:
     """The distribution of each row: its argmax at temperature 0, else the softmax over the tokens that filters keep.
-    Next to sampled rows, the target of a greedy row has its argmax with probability 1, which is exact under every
-    rule."""
+    Next to sampled rows, a greedy row's argmax has probability 1, which is exact under every rule."""
 
     def __init__(self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None) -> None:
         """settings: not needed for greedy rows without penalties."""
@@ -140,9 +139,8 @@ class Sampler:
         return None if self.greedy else self.settings["temperature"]
 
     def warped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, ..., V] after the filters, and the temperature, [B], that is still to be applied to them. A
-        temperature alone is not applied here, because the kernels divide by it while they read the logits. Tokens that
-        are left out get -inf; NaN and infinity stay in place."""
+        """Logits [B, ..., V] after the filters (-inf where left out; NaN and infinity stay), and the temperature, [B],
+        which kernels still have to apply where there are no filters."""
         if not self.kind.filters:
             return logits, self.temperature
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,6 +1,5 @@
-"""Options of an answer, named as in transformers or else OpenAI's API: the ranges of numbers, and the settings of
-`Sampling` that follow from options that depend on earlier or on single tokens. Importing this module loads no
-library."""
+"""Options of an answer, named as in transformers or else OpenAI's API: ranges of numbers, and the settings of
+`Sampling` that follow from options about earlier or single tokens. Importing this module loads no library."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

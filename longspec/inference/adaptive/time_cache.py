@@ -1,6 +1,5 @@
-"""The times of rounds: measured on an empty cache that is made to look as if it held tokens, and kept in one JSON file
-per target, draft, device, batch size and context.
-"""
+"""The times of rounds: measured on an empty cache that looks as if it held tokens, and kept in one JSON file per
+key."""
 
 import hashlib
 import json

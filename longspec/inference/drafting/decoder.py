@@ -77,9 +77,8 @@ class DraftDecoder(RowState):
         self.feed(tokens, positions, valid, states)
 
     def refill(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Take the newest tokens of each row, which rounds without the draft did not feed. tokens: LongTensor [B, S],
-        the token at each position; lengths: LongTensor [B], the roots' positions. Never called for a decoder with
-        `layer_inputs`, which is fed in every round."""
+        """Take the newest tokens of each row, which rounds without the draft did not feed, from `tokens`, LongTensor
+        [B, S], up to the roots' positions, LongTensor [B]. Never called for a decoder with `layer_inputs`."""
 
     def feature(self, cache: TargetCache) -> Tensor | None:
         """What all levels of a round read of the target, if anything; passed to `level`."""

@@ -80,9 +80,8 @@ class LookupDrafter(Drafter):
 
 
 class LookupBranches(RowState):
-    """Continuations of earlier matches that join a tree as branches, with their probability estimated from the share of
-    such continuations that were right so far in the row. They depend on the tokens before the root alone, not on
-    draws."""
+    """Continuations of earlier matches that join a tree as branches, with their probability estimated from the row's
+    earlier ones. They depend on the tokens before the root alone, not on draws."""
 
     def __init__(self, runner: Runner, history: TokenHistory, depth: int) -> None:
         """history: fed and started by others. depth: largest number of tokens of a branch."""

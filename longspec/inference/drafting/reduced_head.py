@@ -14,8 +14,7 @@ from longspec.models.parallel import head_rows
 
 class ReducedHead:
     """Logits over C columns per row: the Vd tokens of the list, then E tokens of the row's own prompt, the most recent
-    ones. No token has two columns; the logits of empty columns are -inf. Captured rounds read the tensors, which
-    `start` fills."""
+    ones, or empty columns with logits -inf. No token has two columns. Captured rounds read the tensors."""
 
     def __init__(self, runner: Runner, listed: int, rows: int) -> None:
         """listed: Vd, the length of the draft's list."""

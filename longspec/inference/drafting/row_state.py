@@ -31,9 +31,9 @@ class RowState:
             part.start(prompts, lengths)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Take accepted tokens at consecutive positions: each token exactly once. tokens, positions: LongTensor [B, T];
-        valid: bool [B, T], False for entries to be ignored. states: [B, T, n · hidden], the inputs of the target's n
-        layers `layer_inputs` at these tokens; None without any."""
+        """Take accepted tokens at consecutive positions, once each. tokens, positions: LongTensor [B, T]; valid: bool
+        [B, T]. states: [B, T, n · hidden], the inputs of the n layers of `layer_inputs` at these tokens; None without
+        any."""
         more = () if states is None else (states,)  # a drafter of the user's own need not know the argument
         for part in self.parts:
             part.feed(tokens, positions, valid, *more)

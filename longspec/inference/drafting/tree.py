@@ -43,9 +43,9 @@ class TreeDrafter(Drafter):
         nodes: int | None = None,
         lookup: LookupBranches | None = None,
     ) -> None:
-        """draft: None makes a new one; it has room for the whole tree. nodes: nodes to be verified, the root included;
-        None verifies the whole tree and all branches. lookup: the branches; None for a tree without. Several drafters
-        may have one draft and one lookup. Each token is then fed to one of them."""
+        """draft: with room for the whole tree; None makes a new one. nodes: nodes to be verified, the root included;
+        None for all of tree and branches. Several drafters may have one draft and one lookup, each token then fed to
+        one."""
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)

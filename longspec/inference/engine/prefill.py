@@ -59,9 +59,9 @@ class PromptReader:
             self._passes[size] = capture_pass(chunk, self.tokens.device)
 
     def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
-        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ... ends: the length of
-        each row after the pass, which is at most start + T; tokens past it are padding. Returns the hidden states [n,
-        1, hidden] at the last token of each row; the next call may overwrite them."""
+        """Read tokens, LongTensor [n, T], of n consecutive rows from position `start` on. ends: length of each row
+        after it; tokens past it are padding. Returns the hidden states [n, 1, hidden] at the last tokens until the next
+        call."""
         count = tokens.shape[1]
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)

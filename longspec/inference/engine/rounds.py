@@ -165,9 +165,8 @@ class Rounds:
         return self.runner.logits(self.forward_tree(proposal, self.cache))
 
     def forward_tree(self, proposal: Proposal, cache: TargetCache, states: LayerInputs | None = None) -> Tensor:
-        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass. The nodes' keys and values
-        go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the accepted ones into place.
-        states: collects inputs of layers at every node."""
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass that stores keys and values
+        after the accepted tokens (see `TargetCache.keep`). states: collects inputs of layers at every node."""
         slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
         # A row without a prefix to read attends to other slots than its nodes', and its result is not used.
