@@ -89,7 +89,9 @@ class _Run:
     build_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.figures = [GenerationStats() for _ in self.requests]
+        drafting, nodes = self.engine.settings.drafting, self.engine.batch.nodes
+        tree = tuple(drafting.tree_shape), nodes if drafting.method == "tree" else 0
+        self.figures = [GenerationStats(tree_shape=tree[0], tree_nodes=tree[1]) for _ in self.requests]
         self.reported = {"build_s": 0.0, **self.engine.batch.setup}
         """The times of the setup that are part of an answer's figures, and those before this run."""
 
@@ -121,7 +123,6 @@ class _Run:
         stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
         stats.ttft_s, stats.decode_s = prefill_s, seconds - prefill_s
         stats.row_rounds = [own.rounds for own in self.figures]
-        self._name_tree(stats)
         del self.engine  # the tickets know this object, and the engine its tickets
         return stats
 
@@ -174,10 +175,4 @@ class _Run:
         for name, seconds in setup.items():
             setattr(own, name, seconds - self.reported[name])
         self.reported = setup
-        self._name_tree(own)
         self.listener.finish(number, own)
-
-    def _name_tree(self, stats: GenerationStats) -> None:
-        drafting = self.engine.settings.drafting
-        stats.tree_shape = tuple(drafting.tree_shape)
-        stats.tree_nodes = self.engine.batch.nodes if drafting.method == "tree" else 0

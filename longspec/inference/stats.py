@@ -65,6 +65,8 @@ def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
     return GenerationStats(
         rounds_by_plan=dict(sum((Counter(stats.rounds_by_plan) for stats in batches), Counter())),
         accepted_by_depth=[sum(counts) for counts in by_depth],
+        tree_shape=next((stats.tree_shape for stats in batches), ()),
+        tree_nodes=max((stats.tree_nodes for stats in batches), default=0),
         peak_memory_bytes=max((stats.peak_memory_bytes for stats in batches), default=0),
         **{name: sum(getattr(stats, name) for stats in batches) for name in summed},
     )
