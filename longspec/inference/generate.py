@@ -153,7 +153,7 @@ def generate(
         arguments.check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
-    put_from = getattr(streamer, "put_from", None)
+    prompts, put_from = [row.to(device) for row in given], getattr(streamer, "put_from", None)
     if streamer is not None:
         streamer.put(given[0][None].cpu())
     reads_each = streamer is not None or bool(stopping_criteria)
@@ -170,7 +170,7 @@ def generate(
                 streamer.put(torch.tensor([token]))
             if stopping_criteria:
                 # They see the padded prompt, as in transformers' own `generate`.
-                ids = torch.cat([given[number].to(device), torch.tensor(answers[number], device=device)])[None]
+                ids = torch.cat([prompts[number], torch.tensor(answers[number], device=device)])[None]
                 if any(bool(torch.as_tensor(ends(ids, None)).all()) for ends in stopping_criteria):  # type: ignore[arg-type]
                     return count
         return None
