@@ -153,7 +153,8 @@ def generate(
         arguments.check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
-    prompts, put_from = [row.to(device) for row in given], getattr(streamer, "put_from", None)
+    prompts = [row.to(device) for row in given] if stopping_criteria else given
+    put_from = getattr(streamer, "put_from", None)
     if streamer is not None:
         streamer.put(given[0][None].cpu())
     reads_each = streamer is not None or bool(stopping_criteria)
