@@ -223,7 +223,7 @@ def filled_batch(runner: Runner, lengths: list[int], method: str, options: argpa
     single = make_drafter(drafting, runner, 1, GREEDY)
     capacity = slots_for(max(lengths) + 1024, single.depth, single.nodes)
     kind = sampling_kind([sampling])
-    batch = Batch(runner, drafting, rows, capacity, 1, (kind,), False, Pooled(None, capacity, 0, True))
+    batch = Batch(runner, drafting, rows, capacity, 1, kind, Pooled(None, capacity, 0, True))
     batch.assign(range(rows), lengths, [sampling] * rows, range(rows), [True] * rows)
     batch.active.fill_(True)
     # The same on all ranks, because the draft's head depends on them.

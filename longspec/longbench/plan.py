@@ -25,7 +25,7 @@ from longspec.inference.load_pair import read_target
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
-from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, draft_in_use
+from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
@@ -169,7 +169,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     if draft:
         draft_state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
         _check_draft_settings(options, draft)
-        check_draft_tokenizer(draft, pair.target, tokenizer)
 
     # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
@@ -209,9 +208,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name, number in least.items():
         if getattr(options, name) < number:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
-    for name in ("seed", "top_k"):
-        if getattr(options, name) >= INT64_LIMIT:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be less than {INT64_LIMIT}")
+    if options.seed >= INT64_LIMIT:
+        raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
 
 
 def _check_draft_settings(options: argparse.Namespace, draft: str) -> None:
@@ -225,7 +223,7 @@ def _check_draft_settings(options: argparse.Namespace, draft: str) -> None:
 
 
 def _check_batch_memory(plan: EvaluationPlan) -> None:
-    """Raise UserError if a lower bound of the largest batch's memory exceeds that of the device."""
+    """Raise UserError if a lower bound of the memory for the longest row exceeds that of the device."""
     options, prompts, config = plan.options, plan.selection.prompts, plan.config
     largest_tree = sum(options.tree_shape)
     if options.tree_nodes is not None:
@@ -233,15 +231,13 @@ def _check_batch_memory(plan: EvaluationPlan) -> None:
     draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(MOST_NODES - 1, options.gamma)}.get(
         options.method, options.gamma
     )
-    # All rows of a batch have the cache of the longest one.
     longest = max(len(prompt.token_ids) for prompt in prompts) + plan.max_new_tokens
-    rows = min(options.batch_size, len(prompts))
     if options.tp_size > 1:
         config = rank_config(config, 0, options.tp_size)
     state = plan.state_in_use or {}
     listed = state["d2t"].numel() if "d2t" in state else None  # length of the draft's vocabulary list
     # One more than the draft tokens: the root is verified, too.
-    check_memory(config, plan.dtype, plan.device, rows, longest, draft_tokens + 1, listed)
+    check_memory(config, plan.dtype, plan.device, longest, draft_tokens + 1, listed)
 
 
 def _check_prompts(plan: EvaluationPlan) -> None:

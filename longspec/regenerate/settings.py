@@ -9,9 +9,9 @@ from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
-from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.options import FILTER_OPTIONS
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.token_options import token_settings, with_word_ids
+from longspec.inference.token_options import check_option, token_settings, with_word_ids
 
 SPLITS = ("train", "validation", "test")
 
@@ -86,7 +86,7 @@ def check_settings(settings: Settings) -> None:
     for temperature in settings.temperatures:
         check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
     for name in FILTER_OPTIONS:
-        check_filter(name, getattr(settings, name))
+        check_option(name, getattr(settings, name))
     for name in ("max_turn_tokens", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")

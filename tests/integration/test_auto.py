@@ -1,7 +1,6 @@
 """Method "auto", in `generate` and in the server: the target's own tokens whichever plans are played."""
 
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -112,8 +111,8 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
         result = play(self, mode, size)
         assert mode.plan is not None and isinstance(self.drafter, PlanDrafters)
         if mode.plan.kind == "tree":
-            draft, length = self.drafter.draft, int(self.cache.lengths[0])
-            assert draft is not None
+            assert self.drafter.tree is not None
+            draft, length = self.drafter.tree.draft, int(self.cache.lengths[0])
             ring = draft.cache.keys.clone()
             self.drafter.refill(self.cache.lengths)
             positions = torch.arange(max(0, length - 16), length) % 16
@@ -142,7 +141,7 @@ def test_the_same_seed_and_table_give_the_same_output(tmp_path: Path) -> None:
     assert len(list(user_cache("round_times").glob("*.json"))) == 1
 
 
-def test_times_are_measured_once_and_damaged_files_replaced(
+def test_times_are_measured_once_and_unreadable_files_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sampling draws the same tokens with and without a measurement."""
@@ -171,15 +170,12 @@ def test_times_are_measured_once_and_damaged_files_replaced(
     whole = json.loads(file.read_text())
     before = len(measured)
     assert tokens() == first and len(measured) == 1
-    damages = ["", "{", "[]", json.dumps(whole | {"times": {}}), file.read_text().replace("1.0", "NaN")]
+    damages = ["", "{", "[]", json.dumps(whole | {"times": {}})]
     for number, damage in enumerate(damages):
         file.write_text(damage)
         before = len(measured)
-        with caplog.at_level(logging.WARNING):
-            assert tokens() == first
+        assert tokens() == first
         assert len(measured) == 2 + number and json.loads(file.read_text())["times"] == whole["times"]
-        assert caplog.messages.pop().startswith(str(file))
-    caplog.clear()
     file.write_text(json.dumps(whole | {"expires": time.time() - 1}))
     before = len(measured)
     assert tokens() == first and len(measured) == before + 1

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from longspec import generate
 from longspec.errors import UserError, warn_once
-from longspec.inference import engine_pool
+from longspec.inference import engine_pool, methods
 from longspec.inference.engine import capture as capture_module
-from longspec.inference.engine import modes
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting, make_drafter
@@ -64,12 +63,12 @@ def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: 
     ids, mask, rows = prompts(*lengths)
     truth = torch.tensor([target_greedy(model, row, new + 8) for row in rows]).cuda()
     plan = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
-    make_drafter = modes.make_drafter
+    make_drafter = methods.make_drafter
 
     def make_oracle(*args: object) -> DeviceOracle:
         return DeviceOracle(make_drafter(*args), SHAPE, lengths, truth, plan, VOCAB)
 
-    monkeypatch.setattr(modes, "make_drafter", make_oracle)
+    monkeypatch.setattr(methods, "make_drafter", make_oracle)
     out = generate(model, ids, mask, tree_shape=SHAPE, max_new_tokens=new)
     assert [row.tolist() for row in out.new_tokens] == truth[:, :new].tolist()
     assert out.stats.mean_acceptance_length > 2.5

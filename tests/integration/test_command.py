@@ -211,14 +211,14 @@ def refused(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--tree_shape"], "tree_shape: empty"),
+        (["--tree_shape"], "tree_shape: []"),
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
         (["--max_gen_len", "4090"], "4096 positions"),
         (["--temperature", "-1"], "temperature: -1.0"),
         (["--seed", "-1"], "--seed: -1"),
-        (["--top_k", str(2**70)], f"--top_k: {2**70}"),
+        (["--top_k", str(2**70)], f"top_k: {2**70}"),
         (["--batch_size", "0"], "--batch_size: 0"),
         (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
         (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
@@ -268,10 +268,10 @@ def test_a_draft_that_cannot_serve_is_refused(
     assert "no draft in this folder" in refused(draft=tmp_path / "empty")
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_refused(
+def test_a_row_that_does_not_fit_into_memory_is_refused(
     setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The refusal names a batch size that fits; a batch counts only the samples that there are."""
+    """Of a batch, as many rows are decoded as fit."""
     target, data = setting
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
     line = arguments(target, data, tmp_path / "out", "--batch_size", "100000", "--chat_format", "published")
@@ -280,17 +280,12 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     row = memory.row_bytes(config, torch.float32, longest + 64, 69)
     assert row == cache.keys.nbytes + cache.values.nbytes + 69 * VOCAB_SIZE * 4
     weights = memory.weight_bytes(config, torch.float32)
-    for free, advice in (
-        (weights + 2.9 * row, "use --batch_size 2 or less"),
-        (weights + 1.1 * row, "use --batch_size 1 or less"),
-        (weights, "use fewer tokens (--max_gen_len)"),
-    ):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: int(free))
-        message = refusal(capsys, line)
-        assert f"and 3 rows of {longest + 64} tokens and 69 tree nodes" in message and advice in message
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + int(0.9 * row))
+    message = refusal(capsys, line)
+    assert f"a row of {longest + 64} tokens and 69 tree nodes" in message and "use fewer tokens" in message
     config.quantization_config = {"quant_method": "awq", "bits": 4}
     assert memory.weight_bytes(config, torch.float32) == 0, "its size depends on the method"
-    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + row)
     assert make_plan(parse_options(line)).options.batch_size == 100000
 
 
@@ -308,19 +303,13 @@ def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
     assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 
-def test_a_tokenizer_that_is_not_the_targets_is_refused(
-    refused: Callable[..., str], setting: tuple[Path, Path], tmp_path: Path
-) -> None:
-    small, mute, checkpoint = tmp_path / "small", tmp_path / "mute", tmp_path / "checkpoint"
+def test_a_tokenizer_that_is_not_the_targets_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    small, mute = tmp_path / "small", tmp_path / "mute"
     embeddings = make_pair(small, vocab_size=VOCAB_SIZE - 1).config.vocab_size
     save_tokenizer(small)
     assert f"token ids up to {VOCAB_SIZE - 1}, its model only {embeddings} embeddings" in refused(target=small)
     make_pair(mute, vocab_size=VOCAB_SIZE)
     assert "no tokenizer that loads" in refused(target=mute)
-    save_tokenizer(checkpoint, reversed_ids=True)
-    (checkpoint / "draft_model_weights.pth").write_bytes(draft_of(setting[0]).read_bytes())
-    for draft in (checkpoint, checkpoint / "draft_model_weights.pth"):
-        assert "its tokenizer is not the target's: 256 ids differ" in refused(draft=draft)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(

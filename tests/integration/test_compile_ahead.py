@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.capture import compile_ahead
-from longspec.inference.engine.modes import KINDS, Mode
+from longspec.inference.engine.rounds import KINDS, Mode
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, Drafting
 from longspec.kernels.triton import compile_ahead as module

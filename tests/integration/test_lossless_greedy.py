@@ -19,10 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspec import generate
-from longspec.inference import engine_pool
+from longspec.inference import engine_pool, methods
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.engine import intake, modes, request_engine
+from longspec.inference.engine import intake, request_engine
 from longspec.inference.engine.batch import Batch
 from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
@@ -135,7 +135,7 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
     """What `generate` returns, its drafter, and the columns of each of the target's passes after prefill."""
     model, _ = build(case.target)
     engine_pool.release(model)  # this case has an oracle of its own
-    drafters, columns, make_drafter = [], [], modes.make_drafter
+    drafters, columns, make_drafter = [], [], methods.make_drafter
 
     def make_oracle(*args: object, **kwargs: object) -> Oracle:
         drafter = make_drafter(*args, **kwargs)
@@ -165,7 +165,7 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
     make_runner = request_engine.make_runner
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_engine, "make_runner", make_noting)
-        patch.setattr(modes, "make_drafter", make_oracle)
+        patch.setattr(methods, "make_drafter", make_oracle)
         patch.setattr(Batch, "first_tokens", first_tokens)
         patch.setattr(intake, "PREFILL_TOKENS", case.chunk * len(rows))
         patch.setattr(magicdec, "SINK", case.sparse_view[0])

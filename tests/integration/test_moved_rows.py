@@ -13,7 +13,6 @@ from serving import SMALL, alone, ids
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
 from longspec.inference.engine.scheduler import Scheduler
-from longspec.inference.memory import longest_request
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
@@ -91,7 +90,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
     model = pair(tmp_path, "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured
-    longest = longest_request(model.config, capacity, session.batch.depth, session.batch.nodes)
+    longest = session.engine.longest
     looping = alone(model, Request([3], longest))
     requests = [Request(looping[: longest - 33], 33), *(Request([token], 80) for token in (1, 2, 4))]
     assert [ids(answer) for answer in session.finish(requests)] == [alone(model, request) for request in requests]

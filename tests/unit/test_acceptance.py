@@ -20,7 +20,7 @@ from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.proposal import Proposal
-from longspec.inference.options import filter_values
+from longspec.inference.options import FILTER_OPTIONS, sampling_settings
 from longspec.inference.sampling import Sampler
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
@@ -293,9 +293,11 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     theirs = LlamaForCausalLM(tiny_config("llama"))._get_logits_processor(config)
     assert len(theirs) == 6
     expected = theirs(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
-    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values({}, config))
+    filters = {name: sampling_settings({}, config, (), 7)[name] for name in FILTER_OPTIONS}
+    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filters)
     torch.testing.assert_close(sampler.probabilities(logits), expected)
-    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values(dict.fromkeys(options), config))
+    filters = {name: sampling_settings(dict.fromkeys(options), config, (), 7)[name] for name in FILTER_OPTIONS}
+    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filters)
     expected = LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)  # type: ignore[arg-type]
     torch.testing.assert_close(sampler.probabilities(logits), expected)
 

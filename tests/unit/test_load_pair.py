@@ -81,7 +81,7 @@ def test_a_cast_target_keeps_no_file_in_memory_and_is_otherwise_the_same(
         torch.testing.assert_close(own.get_parameter(name).data, weight.float(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("device", "message"), [("tpu!", "a device"), ("meta", "not supported"), ("cuda:99", "has")])
+@pytest.mark.parametrize(("device", "message"), [("tpu!", "not s"), ("meta", "not s"), ("cuda:99", "has")])
 def test_a_device_that_is_not_there_is_one_line(device: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"device: .*{message}"):
         load_pair("smollm2-135m", device=device)

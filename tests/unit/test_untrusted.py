@@ -15,10 +15,9 @@ import pytest
 import torch
 from pairs import make_pair, tiny_config
 from safetensors.torch import save_file
-from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, save_tokenizer
+from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from longspec.errors import UserError
-from longspec.inference.registry import check_draft_tokenizer
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
@@ -173,7 +172,6 @@ def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_
         (folder / "custom_generate" / "generate.py").write_text(code)
         tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-        shutil.copy(target / "tokenizer.json", run / "tokenizer.json")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Evil"}}))
     (stranger / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
@@ -181,7 +179,6 @@ def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_
     assert read_config(target).model_type == "llama"  # a known type needs none of its code
     LlamaGlide.from_pretrained(target)
     assert "custom code" in refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
-    assert "custom code" in refusal(lambda: check_draft_tokenizer(str(run), "target", byte_tokenizer()), run)
     assert not (tmp_path / "ran").exists()
 
 
