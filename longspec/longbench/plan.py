@@ -43,7 +43,7 @@ INPUTS = ("model_name", "target", "draft", "data_path_prefix", "prompt_file", "t
 """Options that count by what they resolve to."""
 OUTPUTS = ("output_dir", "overwrite")
 INT64_LIMIT = 2**63
-"""Seeds and top_k are below this value, so that they fit into a LongTensor."""
+"""Seeds are below this value, so that they fit into a LongTensor."""
 
 
 @dataclass
