@@ -85,7 +85,6 @@ def runs(comparison: Comparison, root: Path) -> Iterator[tuple[str, int, Path]]:
 
 def all_lines(comparison: Comparison, root: Path) -> Iterator[dict[str, Any]]:
     """The samples of all arms and seeds with the columns `arm` and `run`, and those of the baselines."""
-    # A sample's own seed is that of its decoding, so the run's has another name.
     names = {method.name for method in comparison.methods}
     for name, run, folder in runs(comparison, root):
         for line in read_samples(evaluation_folder(folder)):

@@ -11,7 +11,7 @@ from longspec.errors import UserError
 from longspec.pipeline.files import prompts_file, read_jsonl
 from longspec.pipeline.settings import EvaluationSettings, MethodSettings
 
-CELL_KEY = ("task", "context", "method", "temperature", "seed")
+CELL_KEY = ("task", "context", "method", "temperature")
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Cell:
 
     @property
     def key(self) -> dict[str, Any]:
-        values = (self.task, self.context, self.method.name, self.temperature, 0)
-        return dict(zip(CELL_KEY, values, strict=True))
+        return dict(zip(CELL_KEY, (self.task, self.context, self.method.name, self.temperature), strict=True))
 
     def prompt_seed(self, name: str) -> int:
         """The seed for decoding the prompt with id `name`. It differs between prompts and is shared by all methods."""

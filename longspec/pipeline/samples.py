@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from longspec.pipeline.settings import TASKS
 
 BOOTSTRAPS = 1000
-KEY = ["task", "context", "id", "seed"]
-"""Columns that identify a prompt and the seed of its decoding; methods are compared on equal keys."""
+KEY = ["task", "context", "id"]
+"""Columns that identify a prompt; methods are compared on equal keys."""
 
 
 class Figure(NamedTuple):
@@ -84,7 +84,7 @@ def speed_ratio(
 
 def prompt_names(samples: pandas.DataFrame) -> list[str]:
     """The prompt of each sample."""
-    return [f"{task} {context} {name}" for task, context, name in zip(*(samples[k] for k in KEY[:3]), strict=True)]
+    return [f"{task} {context} {name}" for task, context, name in zip(*(samples[key] for key in KEY), strict=True)]
 
 
 def context_name(context: int) -> str:
