@@ -94,12 +94,12 @@ def write_page(page: Path, title: str, settings: Settings, root: Path, command: 
     """Write the page of an evaluation with its plots. Raises UserError without samples. more: further tables."""
     samples = Samples.of_lines(measured(root))
     facts = json.loads((evaluation_folder(root) / FACTS).read_text())
-    facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
+    facts["not measured"] = unmeasured(settings, root, samples)
     tables = tables_of(settings, root, samples) | more
     page.parent.mkdir(parents=True, exist_ok=True)
     draw_contexts(samples, page.with_name(PICTURES[0]))
     draw_tokens_per_second(samples, page.with_name(PICTURES[1]))
-    notes = [f"{gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
+    notes = [f"not measured: {', '.join(facts['not measured'])}"] if facts["not measured"] else []
     write_tables(page, title, settings, command, facts, notes, PICTURES, tables)
 
 
@@ -139,13 +139,6 @@ def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
     planned = dict.fromkeys((cell.task, cell.context) for cell in cells(settings.evaluation, root))
     done = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
     return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in done]
-
-
-def untimed(samples: Samples) -> list[str]:
-    """The tasks and contexts whose samples have no times. Samples taken while other work used the device keep their
-    tokens per round once their times (`decode_s`, `ttft_s`, `wall_s`) are null."""
-    cells = samples.frame.groupby(["task", "context"], sort=False)["decode_s"].count()
-    return [f"{task} ({context_name(context)})" for (task, context), times in cells.items() if not times]
 
 
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:

@@ -68,18 +68,16 @@ def tokens_per_round(samples: pandas.DataFrame, tokens: str = "decoded_tokens") 
 
 
 def tokens_per_second(samples: pandas.DataFrame) -> Figure:
-    """Decoding speed without prefill, over the samples that have a time."""
-    timed = samples.dropna(subset="decode_s")
-    return pooled([timed["decoded_tokens"], timed["decode_s"]], prompt_names(timed))
+    """Decoding speed without prefill."""
+    return pooled([samples["decoded_tokens"], samples["decode_s"]], prompt_names(samples))
 
 
 def speed_ratio(
     samples: pandas.DataFrame, others: pandas.DataFrame, tokens: str = "decoded_tokens", seconds: str = "decode_s"
 ) -> Figure:
-    """Tokens/s of `samples` divided by those of `others`, over the prompts for which both have a time."""
-    names = [tokens, seconds, f"{tokens}_other", f"{seconds}_other"]
-    both = samples.merge(others, on=KEY, suffixes=("", "_other")).dropna(subset=names)
-    return pooled([both[name] for name in names], prompt_names(both))
+    """Tokens/s of `samples` divided by those of `others`, over the prompts that both have."""
+    both = samples.merge(others, on=KEY, suffixes=("", "_other"))
+    return pooled([both[name] for name in (tokens, seconds, f"{tokens}_other", f"{seconds}_other")], prompt_names(both))
 
 
 def prompt_names(samples: pandas.DataFrame) -> list[str]:
