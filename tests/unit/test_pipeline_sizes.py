@@ -154,7 +154,7 @@ def test_a_folder_that_is_deleted_between_two_steps_is_not_created_again(tmp_pat
     settings_file(root).touch()
     steps = {"chat": lambda: shutil.rmtree(root), "prompts": root.mkdir}
     with pytest.raises(UserError, match="root: was removed during the run"):
-        run.run_steps(steps, root, Estimate(dict.fromkeys(steps, 1.0), {}, 0.0))
+        run.run_steps(steps, root, Estimate(dict.fromkeys(steps, 1.0), {}))
     assert not root.exists()
 
 
