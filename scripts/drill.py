@@ -110,7 +110,7 @@ def drill(output: Path, target: Path, texts: Path, zero_stage: int, kind: str, c
     with output.with_suffix(".log").open("w") as log:
         command = endless_run(output, target, texts, zero_stage)
         run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True)
-        live = Live(run, output, command, chance)
+        live = Live(run, output, chance)
         try:
             time.sleep(chance.uniform(0, 1.2 * wait_for_a_save(live, before)))
             trial.in_a_save = (output / STATES[0]).exists()

@@ -6,16 +6,14 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 from longspec.cli.train import ROOT, TRAINER
-from longspec.pipeline.processes import free_port
 from longspec.train.generations import STATES, find_latest, is_whole
 from longspec.train.logging import METRICS_NAME
 
@@ -33,7 +31,6 @@ class Live:
 
     launch: subprocess.Popen
     output: Path
-    command: list[str]
     chance: random.Random
 
     @property
@@ -62,37 +59,8 @@ class Live:
         return self.killed(lambda: os.killpg(self.launch.pid, signal.SIGKILL))
 
 
-def all_ranks_killed(live: Live) -> float:
-    return live.kill()
-
-
 def one_rank_killed(live: Live) -> float:
     return live.killed(live.chance.choice(live.ranks()).kill)
-
-
-def second_run(live: Live) -> float:
-    """A second run in the folder, resumed or new, is refused, and the first run continues."""
-    resume = live.chance.choice((["resume=latest"], ["resume=null"]))
-    refused([*live.command, *resume], "another run")
-    step = last_step(live.output)
-    wait_until(lambda: last_step(live.output) > step, live)
-    return live.kill()
-
-
-def rank_local_disks(live: Live) -> float:
-    """Each rank sees a different folder under the same relative path."""
-    script = live.output.with_name("local.py")
-    script.write_text(
-        "import os, sys\n"
-        "from longspec.train.run import main\n"
-        f"folder = os.path.join({str(live.output)!r} + '_local', os.environ['RANK'])\n"
-        "os.makedirs(folder, exist_ok=True)\n"
-        "os.chdir(folder)\n"
-        "main()\n"
-    )
-    command = [str(script) if part.endswith(TRAINER) else part for part in live.command]
-    refused([*command, "output_dir=out"], "is not one folder")
-    return live.kill()
 
 
 def full_disk(live: Live) -> float:
@@ -137,21 +105,11 @@ def damaged(live: Live, damage: Callable[[Path, Path], object]) -> float:
     return ended
 
 
-def deepspeed_signalled(live: Live) -> float:
-    return signalled(live, psutil.Process(live.launch.pid))
-
-
-def launcher_signalled(live: Live) -> float:
-    return signalled(live, psutil.Process(live.launch.pid).children()[0])
-
-
-def rank_signalled(live: Live) -> float:
-    return signalled(live, live.chance.choice(live.ranks()), SIGNALS[:3])
-
-
-def signalled(live: Live, process: psutil.Process, numbers: Sequence[signal.Signals] = SIGNALS) -> float:
-    """Send one of the signals to a process of the launch. Every rank must end, and the last step must be saved."""
-    number = live.chance.choice(numbers)
+def signalled(live: Live) -> float:
+    """Send a signal to a process of the launch. Every rank must end, and the last step must be saved."""
+    launcher = psutil.Process(live.launch.pid)
+    process = live.chance.choice([launcher, launcher.children()[0], *live.ranks()])
+    number = live.chance.choice(SIGNALS[:3] if is_rank(process) else SIGNALS)
     ended = live.killed(lambda: process.send_signal(number))
     latest = find_latest(live.output)
     assert live.launch.poll() is not None, f"{number.name}: the launch continued"
@@ -161,17 +119,13 @@ def signalled(live: Live, process: psutil.Process, numbers: Sequence[signal.Sign
 
 
 KINDS: dict[str, tuple[Callable[[Live], float], int]] = {
-    "all ranks killed": (all_ranks_killed, 1),
+    "all ranks killed": (Live.kill, 1),
     "file swapped": (file_swapped, 2),
     "one rank killed": (one_rank_killed, 1),
-    "second run": (second_run, 1),
     "full disk": (full_disk, 1),
     "file deleted": (file_deleted, 2),
-    "rank-local disks": (rank_local_disks, 1),
+    "signal": (signalled, 0),
     "file truncated": (file_truncated, 2),
-    "deepspeed signalled": (deepspeed_signalled, 0),
-    "launch.py signalled": (launcher_signalled, 0),
-    "rank signalled": (rank_signalled, 0),
 }
 """Each fault, which returns the seconds until the run has ended, and the number of saves that it may cost."""
 
@@ -180,14 +134,6 @@ def environment() -> dict[str, str]:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": paths}
     return os.environ | settings
-
-
-def refused(command: list[str], reason: str) -> None:
-    """Run a command that must end with exit code 2 and one error line that contains `reason`."""
-    command = [str(free_port()) if before == "--master_port" else part for before, part in pairwise(["", *command])]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START_LIMIT_S)
-    errors = [line for line in run.stderr.splitlines() if line.startswith("error:")]
-    assert run.returncode == 2 and len(errors) == 1 and reason in errors[0], f"not refused: {run.stderr[-500:]}"
 
 
 def last_step(output: Path) -> int:
