@@ -157,8 +157,7 @@ def parse_options() -> argparse.Namespace:
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
     add("--attention", default="auto")
     add("--tp_size", type=int, default=1, help="number of ranks, all of this launch, that share the target")
-    files = "summary.json of an experiment, or of evaluations of one real pair"
-    add("--acceptance", type=Path, nargs="*", default=[], help=files)
+    add("--acceptance", type=Path, help="summary.json of `longspec draft` for a real pair")
     add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="caches of transformers' own code to time")
     add("--picture", type=Path, help="PNG file with the parts of each tree round")
     return parser.parse_args()
