@@ -1,4 +1,4 @@
-"""Acceptance lengths that `longspec draft` measured on a real pair, for the tokens/s of benchmarks on random weights."""
+"""Acceptance lengths that `longspec draft` measured on a real pair, for the tokens/s of random weights."""
 
 import json
 from collections.abc import Mapping
