@@ -114,8 +114,8 @@ class Decoder:
         if answer is None:
             tokens, figures = self._generate(cell, ids, cell.prompt_seed(prompt["id"]))
         else:
-            tokens, figures = answer, forced_acceptance(self.model, ids, answer, method.tree_shape)
-            figures |= {"last_tokens": method.last_tokens}
+            tokens, figures = answer, {"last_tokens": method.last_tokens}
+            figures |= forced_acceptance(self.model, ids, answer, method.tree_shape)
         return {
             **cell.key,
             "id": prompt["id"],
