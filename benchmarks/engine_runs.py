@@ -42,14 +42,14 @@ class Run:
     """Token ids by context."""
     concurrent: list[int]
     tokens: int
-    dtype: str
+    dtype: Any
 
 
 def ours(run: Run) -> Generate:
     from longspec.cli.options import PairOptions
     from longspec.cli.pair import SamplingOptions, open_pair
 
-    pair = open_pair(PairOptions(run.target, run.draft, **{"dtype": run.dtype}), run.method)
+    pair = open_pair(PairOptions(run.target, run.draft, dtype=run.dtype), run.method)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=len(prompts))
