@@ -115,7 +115,7 @@ class Decoder:
             tokens, figures = self._generate(cell, ids, cell.prompt_seed(prompt["id"]))
         else:
             tokens, figures = answer, {"last_tokens": method.last_tokens}
-            figures |= forced_acceptance(self.model, ids, answer, method.tree_shape)
+            figures |= forced_acceptance(self.model, ids, answer, method.tree_shape, method.drafter)
         return {
             **cell.key,
             "id": prompt["id"],

@@ -146,6 +146,8 @@ class MethodSettings:
     lookup_branches: bool = False
     """Whether continuations found in the context join a tree."""
     gamma: int = 4
+    drafter: str = "tree"
+    """What proposes tokens with method FORCED: tree, or lookup with a chain as tree_shape."""
     tasks: list[str] = field(default_factory=list)
     """Tasks on which the method is measured; empty for all."""
     contexts: list[int] = field(default_factory=list)
@@ -234,6 +236,7 @@ def check_settings(settings: Settings) -> None:
         ("training.architecture", [settings.training.architecture], architectures()),
         ("evaluation.tasks", evaluation.tasks, TASKS),
         ("evaluation.methods", [method.kind for method in evaluation.methods], (*METHODS, AUTO, FORCED)),
+        *((f"evaluation.methods, {one.name}.drafter", [one.drafter], ("tree", "lookup")) for one in evaluation.methods),
         *((f"evaluation.methods, {one.name}.tasks", one.tasks, evaluation.tasks) for one in evaluation.methods),
     ]
     for key, names, allowed in choices:
