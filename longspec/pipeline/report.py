@@ -72,12 +72,9 @@ def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
             same_text(samples),
         ),
         "Methods": (
-            "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
+            "Figures are those of outputs without repetition loops, because loops inflate the acceptance length of any "
+            "draft. Ratios compare tokens/s on prompts that both methods decoded.",
             by_method(samples),
-        ),
-        "Outputs": (
-            "Repetition loops inflate the acceptance length of any draft, so these outputs are counted separately.",
-            output_counts(samples),
         ),
     }
     for name in settings.probes:
@@ -199,32 +196,22 @@ def main_table(samples: Samples) -> pandas.DataFrame:
 
 
 def by_method(samples: Samples) -> pandas.DataFrame:
-    """Tokens per round, tokens/s and speed ratios, outputs without loops: one row per method, temperature and task."""
+    """Outputs, tokens per round, tokens/s and speed ratios: one row per method, temperature and task."""
     rows = []
     keys = samples.frame[["method", "temperature"]].drop_duplicates().sort_values("temperature", kind="stable")
     for method, temperature in keys.itertuples(index=False):
         for task in [None, *samples.tasks]:
-            chosen = samples.of(method, temperature, task=task)
-            if chosen.empty:
+            outputs = samples.of(method, temperature, loops=True, task=task)
+            if outputs.empty:
                 continue
-            row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all"}
-            row |= {"outputs": len(chosen), "tokens per round": str(tokens_per_round(chosen))}
+            chosen = outputs[~outputs["loops"]]
+            row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all", "outputs": len(outputs)}
+            row |= {"with loops": len(outputs) - len(chosen), "tokens per round": str(tokens_per_round(chosen))}
             row["tokens/s"] = tokens_per_second(chosen).text(0)
             for other in ("vanilla", "lookup"):
                 ratio = samples.speed_up(method, other, temperature, task=task)
                 row[f"over {other}"] = "-" if method == other else str(ratio)
             rows.append(row)
-    return pandas.DataFrame(rows)
-
-
-def output_counts(samples: Samples) -> pandas.DataFrame:
-    """Number of outputs with and without loops, and tokens per round of the outputs with loops."""
-    rows = []
-    for (method, temperature), group in samples.frame.groupby(["method", "temperature"], sort=False):
-        looped = group[group["loops"]]
-        counts = {"outputs": len(group), "with loops": len(looped), "without loops": len(group) - len(looped)}
-        looped_length = str(tokens_per_round(looped)) if len(looped) else "-"
-        rows.append({"method": method, "T": temperature, **counts, "tokens per round with loops": looped_length})
     return pandas.DataFrame(rows)
 
 
