@@ -73,7 +73,7 @@ def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path
     other = json.dumps(facts | {"trainer.learning_rate": 2e-3})
     write_atomically(run_folder(tmp_path, 0) / "stage1" / "settings.json", other, make_folder=True)
     with pytest.raises(
-        UserError, match=r"made with trainer\.learning_rate 0\.002, not 0\.004; use another --output_dir"
+        UserError, match=r"made with other settings \(trainer\.learning_rate: 0\.002 there, 0\.004 here\); use another"
     ):
         train("stage1", settings, tmp_path)
 
