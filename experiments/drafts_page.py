@@ -44,7 +44,7 @@ def write_results(settings: Settings, comparison: Comparison, root: Path, comman
         "Acceptance against context": (
             "Tokens per round on vanilla's greedy answers to the longest prompts, which are shortened to their head "
             "and their last tokens, so that only the context changes. The bound at T = 1 is that of the deterministic "
-            "tree.",
+            "tree. Errors are over seeds if there are several, else over prompts.",
             acceptance_table(forced),
         ),
         "Decoding": ("Batch 1, outputs without repetition loops.", decoding_table(frame[~is_forced])),
@@ -55,9 +55,8 @@ def write_results(settings: Settings, comparison: Comparison, root: Path, comman
     }
     draw(forced, folder / PICTURE)
     facts = json.loads(next((root / "arms").glob("*/evaluation/settings.json")).read_text())
-    notes = ["errors: over seeds if there are several, else over prompts"]
     page = folder / "README.md"
-    write_tables(page, f"Drafts for {settings.target}", settings, command, facts, notes, [PICTURE], tables)
+    write_tables(page, f"Drafts for {settings.target}", settings, command, facts, [PICTURE], tables)
     kept = frame.drop(columns="token_ids").to_json(orient="records", lines=True)
     write_atomically(folder / "samples.jsonl", kept)
     return page

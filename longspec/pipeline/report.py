@@ -13,7 +13,7 @@ import pandas
 
 from longspec.cli.picture import COLORS
 from longspec.errors import UserError
-from longspec.pipeline.cells import cells, read_samples
+from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
 from longspec.pipeline.samples import (
@@ -91,13 +91,11 @@ def write_page(page: Path, title: str, settings: Settings, root: Path, command: 
     """Write the page of an evaluation with its plots. Raises UserError without samples. more: further tables."""
     samples = Samples.of_lines(measured(root))
     facts = json.loads((evaluation_folder(root) / FACTS).read_text())
-    facts["not measured"] = unmeasured(settings, root, samples)
     tables = tables_of(settings, root, samples) | more
     page.parent.mkdir(parents=True, exist_ok=True)
     draw_contexts(samples, page.with_name(PICTURES[0]))
     draw_tokens_per_second(samples, page.with_name(PICTURES[1]))
-    notes = [f"not measured: {', '.join(facts['not measured'])}"] if facts["not measured"] else []
-    write_tables(page, title, settings, command, facts, notes, PICTURES, tables)
+    write_tables(page, title, settings, command, facts, PICTURES, tables)
 
 
 def write_tables(
@@ -106,7 +104,6 @@ def write_tables(
     settings: Settings,
     command: str,
     facts: dict[str, Any],
-    notes: Sequence[str],
     pictures: Sequence[str],
     tables: Tables,
 ) -> None:
@@ -124,18 +121,11 @@ def write_tables(
         f"device: {facts['device']}",
         f"versions: {versions}",
     ]
-    parts = [f"# {title}", "", *(f"- {line}" for line in (*setup, *notes)), ""]
+    parts = [f"# {title}", "", *(f"- {line}" for line in setup), ""]
     parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures), ""]
     for name, (introduction, frame) in tables.items():
         parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
     write_atomically(page, "\n".join(parts))
-
-
-def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
-    """The tasks and contexts of the evaluation that have prompts but no samples."""
-    planned = dict.fromkeys((cell.task, cell.context) for cell in cells(settings.evaluation, root))
-    done = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
-    return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in done]
 
 
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
