@@ -115,13 +115,8 @@ def write_tables(
     write_atomically(page.with_name("summary.json"), json.dumps(summary, indent=1, default=str) + "\n")
 
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    setup = [
-        f"command: `{command}`",
-        f"target: {facts['target']}",
-        f"device: {facts['device']}",
-        f"versions: {versions}",
-    ]
-    parts = [f"# {title}", "", *(f"- {line}" for line in setup), ""]
+    setup = {"command": f"`{command}`", "target": facts["target"], "device": facts["device"], "versions": versions}
+    parts = [f"# {title}", "", *(f"- {name}: {value}" for name, value in setup.items()), ""]
     parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures), ""]
     for name, (introduction, frame) in tables.items():
         parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
