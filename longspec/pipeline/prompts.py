@@ -179,6 +179,8 @@ class Makers:
 
     def line(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in one file: the text before one of its lines."""
+        if len(file.text) < LEAST_CHARACTERS * tokens:  # not worth tokenizing
+            return None
         prompt = TASKS["lcc"].prompt
         code = _beginning(file.text, tokens, chance)
         return self._prompt(lambda context: {"prefix": prompt.format(context=context)}, [code], tokens)
