@@ -1,4 +1,4 @@
-"""The page of `experiments.drafts`: acceptance against context, time per round, and training of each draft."""
+"""The page of `experiments.drafts`: acceptance against context, time per round, memory and training of each draft."""
 
 import json
 from collections.abc import Iterator
@@ -9,26 +9,34 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pandas
+import torch
 
 from experiments.comparison import BASELINES, Comparison, arm_settings
 from longspec.errors import UserError
+from longspec.inference.memory import slot_bytes
+from longspec.models.draft_files import draft_settings, load_draft
+from longspec.models.draft_layer import head_dim
+from longspec.models.draft_vocabulary import MAPS
+from longspec.models.target_files import read_config
 from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import evaluation_folder
 from longspec.pipeline.files import read_jsonl
 from longspec.pipeline.report import draw_lines, write_tables
 from longspec.pipeline.samples import Figure, pooled, prompt_names
-from longspec.pipeline.settings import FORCED, MethodSettings, Settings
+from longspec.pipeline.settings import FORCED, MethodSettings
+from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import FACTS as STAGE_FACTS
-from longspec.pipeline.training import run_folder, stage_row
+from longspec.pipeline.training import final_draft, run_folder, stage_row
 from longspec.replacing import write_atomically
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 PICTURE = "acceptance.png"
+MIB = 2**20
 
 
-def write_results(settings: Settings, comparison: Comparison, root: Path, command: str) -> Path:
+def write_results(settings: Any, comparison: Comparison, root: Path, command: str) -> Path:
     """Write the page, its figure and its samples without tokens. Raises UserError if nothing is measured."""
     frame = pandas.DataFrame(list(all_lines(comparison, root)))
     if frame.empty:
@@ -38,6 +46,7 @@ def write_results(settings: Settings, comparison: Comparison, root: Path, comman
     }
     is_forced = frame["method"].isin(shapes)
     forced = frame[is_forced].assign(shape=lambda lines: lines["method"].map(shapes))
+    training = training_table(settings, comparison, root)
     folder = Path(comparison.report)
     folder.mkdir(parents=True, exist_ok=True)
     tables = {
@@ -48,10 +57,11 @@ def write_results(settings: Settings, comparison: Comparison, root: Path, comman
             acceptance_table(forced),
         ),
         "Decoding": ("Batch 1, outputs without repetition loops.", decoding_table(frame[~is_forced])),
-        "Training": (
-            "The trainer's evaluation on held-out answers. Seconds include the start of the trainer.",
-            training_table(settings, comparison, root),
+        "Drafts": (
+            "Memory at the longest context, batch 1. Seconds are those of all stages, start-up included.",
+            draft_table(settings, comparison, root, training),
         ),
+        "Training": ("The trainer's evaluation on held-out answers.", training),
     }
     draw(forced, folder / PICTURE)
     facts = json.loads(next((root / "arms").glob("*/evaluation/settings.json")).read_text())
@@ -133,17 +143,44 @@ def decoding_table(frame: pandas.DataFrame) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def training_table(settings: Settings, comparison: Comparison, root: Path) -> pandas.DataFrame:
-    """One row per arm, seed and finished stage."""
-    rows = []
+def trained(settings: Any, comparison: Comparison, root: Path) -> Iterator[tuple[str, int, Any, Path]]:
+    """Name, seed, settings and folder of each arm with a draft."""
     for name, seed, folder in runs(comparison, root):
-        for stage, planned in arm_settings(settings, comparison, name, seed).training.stages.items():
+        own = arm_settings(settings, comparison, name, seed)
+        if final_draft(own, folder).exists():
+            yield name, seed, own, folder
+
+
+def draft_table(settings: Any, comparison: Comparison, root: Path, training: pandas.DataFrame) -> pandas.DataFrame:
+    """Parameters and memory of the drafts, and the seconds of their training. training: see `training_table`."""
+    target = read_config(TargetText.load(settings.target).path)
+    longest = max(context for task in settings.evaluation.tasks.values() for context in task.contexts)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, _, own, folder in trained(settings, comparison, root):
+        draft = final_draft(own, folder)
+        state, options = load_draft(draft), draft_settings(draft).options
+        weights = sum(weight.numel() for key, weight in state.items() if key not in MAPS)
+        shape = target if not hasattr(options, "config") else options.config(target)
+        slot = 2 * shape.num_key_value_heads * head_dim(shape) * 2
+        row = rows.setdefault(name, {"draft": name, "runs": 0})
+        row |= {"runs": row["runs"] + 1, "parameters, M": weights / 1e6, "weights, MiB": 2 * weights / MIB}
+        row |= {f"KV at {longest} tokens, MiB": slot * min(options.window, longest) / MIB}
+        row["seconds per run"] = training.loc[training["draft"] == name, "seconds"].sum() / row["runs"]
+    whole = slot_bytes(target, torch.bfloat16) * longest / MIB
+    rows["target"] = {"draft": "target", f"KV at {longest} tokens, MiB": whole}
+    return pandas.DataFrame(list(rows.values()))
+
+
+def training_table(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
+    """One row per arm, seed and stage."""
+    rows = []
+    for name, seed, own, folder in trained(settings, comparison, root):
+        for stage, planned in own.training.stages.items():
             part = run_folder(folder, seed) / stage
-            if (part / STAGE_FACTS).exists():
-                steps = json.loads((part / STAGE_FACTS).read_text())["steps"]
-                if row := stage_row(part, replace(planned, steps=steps)):
-                    rows.append({"draft": name, "seed": seed} | row)
-    return pandas.DataFrame(rows)
+            steps = json.loads((part / STAGE_FACTS).read_text())["steps"]
+            if row := stage_row(part, replace(planned, steps=steps)):
+                rows.append({"draft": name, "seed": seed} | row)
+    return pandas.DataFrame(rows, columns=None if rows else ["draft", "seconds"])
 
 
 def draw(forced: pandas.DataFrame, file: Path) -> None:
