@@ -27,11 +27,12 @@ TESTS = {"test", "tests", "testing", "idle_test"}
 FILE_BYTES = (2_000, 300_000)
 """Minimum and maximum size of a source file."""
 LONGEST_LINE = 1000
-"""Maximum characters per line of a source file; files with longer lines are data."""
 DISTINCTIVE_LINE = 30
 """Minimum characters of a distinctive line, one that is unlikely to be written twice independently."""
 COPIED = 0.25
 """Maximum share of a training file's distinctive lines that may also occur in held-out files."""
+LEAST_LETTERS = 0.4
+"""Minimum share of letters among visible characters; files with fewer are tables of data."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
     for package in packages:
         for path in sample_files(package, settings, chance):
             text = _read(path)
-            if text is None or text in seen or max(map(len, text.split("\n"))) > LONGEST_LINE:
+            if text is None or text in seen or not is_written(text):
                 continue
             seen.add(text)
             relative = str(path.relative_to(package.parent))
@@ -212,3 +213,11 @@ def _read(path: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return text.replace("\r\n", "\n") if FILE_BYTES[0] <= len(text) <= FILE_BYTES[1] else None
+
+
+def is_written(text: str) -> bool:
+    """Whether a file is likely handwritten code: no very long lines, enough letters, no generator's notice."""
+    if "DO NOT EDIT" in text[:1000] or max(map(len, text.split("\n"))) > LONGEST_LINE:
+        return False
+    visible = "".join(text.split())
+    return sum(map(str.isalpha, visible)) >= LEAST_LETTERS * len(visible)
