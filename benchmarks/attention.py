@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from tqdm import tqdm
 
 from benchmarks.ceilings import Ceilings, capture, measure_ceilings, timed_ms
+from benchmarks.published_attention import published_attention
 from benchmarks.tables import print_result, table
 from longspec.errors import reports_user_errors
 from longspec.kernels.choice import choose_backend
@@ -93,7 +93,7 @@ def measure(shape: tuple[str, int, int, int], ceilings: Ceilings, options: argpa
     if importlib.util.find_spec("fa3_fwd_interface"):
         calls["flash"] = [partial(flash, x, options.nodes) for x in inputs]
         calls["flash_one_token"] = [partial(flash, x, 1) for x in inputs]
-        calls["published"] = [partial(published, x) for x in inputs]
+        calls["published"] = [partial(published_attention, *x, SCALE) for x in inputs]
     keys = prefix + options.nodes
     if keys <= LONGEST_DENSE:
         calls["sdpa"] = [partial(sdpa, inputs[0], hybrid_mask(inputs[0]))]
@@ -133,34 +133,6 @@ def flash(x: Inputs, nodes: int) -> object:
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (x.q[:, :, :nodes], x.k, x.v))
     return fa3_fwd_interface.flash_attn_with_kvcache(q, k, v, cache_seqlens=x.lengths, softmax_scale=SCALE)
-
-
-@torch.compile
-def tree_attention(x: Inputs) -> Any:
-    """Attention among the nodes: the output [1, H, N, D] and its natural log-sum-exp [1, H, N]."""
-    nodes = x.q.shape[2]
-
-    def visible(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return torch.where(x.tree_mask[b, query, key], score, -torch.inf)
-
-    k, v = x.k[:, :, -nodes:], x.v[:, :, -nodes:]
-    return flex_attention(x.q, k, v, score_mod=visible, scale=SCALE, enable_gqa=True, return_lse=True)
-
-
-def published(x: Inputs) -> Tensor:
-    """The published three steps: FlashAttention over the prefix, a kernel over the tree, and a merge in torch."""
-    import fa3_fwd_interface
-
-    prefix, prefix_lse, *_ = fa3_fwd_interface.flash_attn_with_kvcache(
-        *(y.transpose(1, 2) for y in (x.q, x.k, x.v)),
-        cache_seqlens=x.lengths,
-        softmax_scale=SCALE,
-        return_softmax_lse=True,
-    )
-    tree, tree_lse = tree_attention(x)
-    # exp(a) / (exp(a) + exp(b)) = sigmoid(a - b) weights the prefix.
-    share = torch.sigmoid(prefix_lse - tree_lse).transpose(1, 2).unsqueeze(-1)
-    return (share * prefix + (1 - share) * tree.transpose(1, 2)).to(x.q.dtype)
 
 
 def hybrid_mask(x: Inputs) -> Tensor:
