@@ -1,8 +1,8 @@
 """Where `auto` wins: its speed next to that of each fixed method, by batch size, context and temperature.
 
-`python -m benchmarks.auto_map --model PAIR --prompts FILE.jsonl` prints a table and one JSON line. Lines of the prompt
-file hold `{"ids": [...], "context": "1k"}`, as in `benchmarks.engines`. A batch decodes prompts of one context at a
-time; all rows generate the same number of tokens. tokens/s is that of decoding.
+`python -m benchmarks.auto_map --model PAIR --prompts FILE.jsonl` prints a table, writes a picture, and prints one JSON
+line. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, as in `benchmarks.engines`. A batch decodes
+prompts of one context at a time; all rows generate the same number of tokens. tokens/s is that of decoding.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.engines import read_prompts
+from benchmarks.picture import draw_map
 from benchmarks.tables import print_result, table
 from longspec.cli.options import PairOptions
 from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
@@ -60,7 +61,10 @@ def main() -> None:
         rows.append({"temperature": temperature, "context": context, "batch": batch} | speeds)
         tqdm.write(json.dumps(rows[-1]))
     print(table([row | row["tokens_per_s"] for row in rows], COLUMNS))
-    print_result("auto_map", options, rows=rows, device=device_name(pair.model.device))
+    device = device_name(pair.model.device)
+    if options.picture:
+        draw_map(rows, options.picture, f"{options.model}, {device}")
+    print_result("auto_map", options, rows=rows, device=device)
 
 
 def cell_speeds(
@@ -101,6 +105,7 @@ def parse_options() -> argparse.Namespace:
     add("--tokens", type=int, default=128, help="new tokens per answer")
     add("--repeats", type=int, default=2, help="batches per cell")
     add("--most_tokens", type=int, default=300_000, help="cells with more prompt tokens are left out")
+    add("--picture", type=Path, help="PNG to write")
     return parser.parse_args()
 
 
