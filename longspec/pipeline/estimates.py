@@ -1,4 +1,4 @@
-"""What the settings will take on a machine: seconds and tokens per step.
+"""What the settings will take on a machine: seconds per step, tokens, disk.
 
 Speeds are those of Qwen2.5-Coder-1.5B on one H100, scaled by parameters and multiprocessors. They are estimates.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -47,6 +48,8 @@ WARM_UP_S = 3.5
 """Seconds of the first sample of a method, a temperature and a context on a GPU."""
 ROUND_TOKENS, TREE_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}, 2.5
 """Tokens per round, as far as they differ from those of a tree."""
+TEXT_BYTES, STATE_BYTES = 12, 450
+"""Bytes on disk per token of text (JSON, shards, token ids), and of a stage's saves per squared hidden unit."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +158,13 @@ def round_seconds(target: Target, machine: Machine, context: float) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds and tokens by step, in order."""
+    """Seconds by step, in order, and what they write."""
 
     seconds: dict[str, float]
     tokens: dict[str, float]
     """New tokens of the target, or tokens that a stage trains on, by step."""
+    disk: float
+    """Bytes."""
 
     @property
     def total(self) -> float:
@@ -201,7 +206,9 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         work = pass_seconds(target, machine, tokens[name], stage.max_length)
         seconds[name] = 2 * START_S + (work + draft_seconds(target, machine, tokens[name])) / devices
     seconds["evaluation"] = START_S + _evaluation_seconds(settings, target, machine)
-    return Estimate(seconds, tokens)
+    text += tokens[CHAT] + tokens.get("answers", 0)
+    drafts = len(settings.training.stages) * STATE_BYTES * target.config.hidden_size**2
+    return Estimate(seconds, tokens, TEXT_BYTES * text + drafts)
 
 
 def mean_length(settings: Settings, group: str) -> float:
@@ -220,3 +227,9 @@ def _evaluation_seconds(settings: Settings, target: Target, machine: Machine) ->
         samples += one * (task.prompts or method.prompts) * len(method.temperatures)
         kinds |= {(method.name, temperature, context) for temperature in method.temperatures}
     return samples / machine.devices + (WARM_UP_S * len(kinds) if machine.gpus else 0)
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes of the disk that holds a folder or will hold it."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return int(psutil.disk_usage(str(existing)).free)

@@ -20,7 +20,7 @@ from longspec.locks import locked
 from longspec.models.draft_files import check_draft
 from longspec.models.families import family_class
 from longspec.pipeline.answers import CHAT, write_text
-from longspec.pipeline.estimates import Estimate, Machine, Target, estimate
+from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate
 from longspec.pipeline.files import settings_file
 from longspec.pipeline.probes import write_probes
@@ -63,7 +63,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
     steps, planned = steps_of(settings, root), estimate(settings, target, machine)
     plan = plan_lines(settings, target, machine, planned, root)
-    refusal = _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned)
+    refusal = _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
     if options.dry_run:
         print("".join(f"# {line}\n" for line in plan) + settings_yaml(settings), end="")
         if refusal:
@@ -162,7 +162,7 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
         f"target: {target.name}, {target.config.model_type}, {target.parameters / 1e9:.3g}B parameters, "
         f"{target.config.num_hidden_layers} layers, {target.positions:,} positions",
         f"machine: {machine.name}; memory of the target: {target.bytes / GIB:.3g} GiB in bf16{shared}",
-        f"output: {root}",
+        f"output: {root}, about {planned.disk / GIB:.2g} GiB",
     ]
     for name, seconds in planned.seconds.items():
         amount = f", {planned.tokens[name] / 1e6:,.3g}M tokens" if name in planned.tokens else ""
@@ -170,14 +170,16 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
     return [*lines, f"in all: {duration(planned.total)} (estimated)"]
 
 
-def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate) -> str | None:
-    """The reason if the run would take more than `limit` seconds on a CPU."""
-    if machine.gpus or planned.total <= limit:
-        return None
-    return (
-        f"{target.name}: this would take {duration(planned.total)} on {machine.name}, more than twice --hours; run "
-        "it on a machine with a GPU, allow it with a larger --hours, or give smaller settings with --config"
-    )
+def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate, root: Path) -> str | None:
+    """The reason if the run would take more than `limit` seconds on a CPU, or fill the disk."""
+    if not machine.gpus and planned.total > limit:
+        return (
+            f"{target.name}: this would take {duration(planned.total)} on {machine.name}, more than twice --hours; run "
+            "it on a machine with a GPU, allow it with a larger --hours, or give smaller settings with --config"
+        )
+    if planned.disk > (free := free_disk(root)):
+        return f"--output_dir {root}: needs about {planned.disk / GIB:.2g} GiB, {free / GIB:.2g} GiB are free"
+    return None
 
 
 def ask() -> None:
