@@ -3,6 +3,7 @@ launches of the trainer.
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -82,21 +83,15 @@ def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
-    """Values of the trainer's configuration by full key, as arguments of its command line."""
-    return [f"{key}={hydra_value(value)}" for key, value in values.items()]
-
-
-def hydra_value(value: Any) -> str:
-    """A value in the syntax of Hydra's overrides; strings are quoted."""
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return "[" + ",".join(map(hydra_value, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{hydra_value(own)}" for key, own in value.items()) + "}"
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(value)
+    """Values of the trainer's configuration by full key, as arguments of its command line. Hydra reads JSON, except for
+    keys in quotes."""
+    overrides = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            overrides += hydra_overrides({f"{key}.{name}": own for name, own in value.items()})
+        else:
+            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    return overrides
 
 
 def launch(command: list[str], folder: Path, steps: int) -> float:

@@ -1,6 +1,5 @@
 """The benchmark of decoding on tiny shapes: parts of a round, other implementations, acceptance files and tables."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -67,19 +66,8 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
     assert set(lengths[:-1]) == {20} and lengths[-1] > 20
 
 
-def summary(folder: Path, shape: list[int], tokens: int, rounds: int, **changes: Any) -> Path:
-    path = folder / f"summary-{tokens}.json"
-    config = {"tree_shape": shape, "gamma": 4, "draft": "draft", "temperature": 0.0}
-    path.write_text(
-        json.dumps(
-            {"method": "tree", "model": "m", "decoded_tokens": tokens, "rounds": rounds, "config": config} | changes
-        )
-    )
-    return path
-
-
 def test_the_committed_experiment_has_the_figures_of_the_documented_trees() -> None:
-    lengths = read_acceptance([COMMITTED])
+    lengths = read_acceptance(COMMITTED)
     whole, part = OPTIONS | {"tree_shape": DEFAULT_SHAPE}, OPTIONS | {"tree_shape": DEFAULT_SHAPE, "tree_nodes": 32}
     assert 1 < lengths[key("tree", whole | {"temperature": 1.0})] < lengths[key("tree", whole)] < 6
     assert 1 < lengths[key("tree", part)] < lengths[key("tree", whole)]

@@ -1,6 +1,5 @@
 """The summary of a report, and the last line of the command."""
 
-import json
 from pathlib import Path
 
 import pandas
@@ -10,7 +9,6 @@ from longspec.pipeline import report
 from longspec.pipeline.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
 from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples
-from longspec.pipeline.settings import load_settings
 
 SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
 
@@ -37,18 +35,6 @@ def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
         assert row["tokens per round, tree"].startswith("3.00")
         assert row["tokens/s, auto"].startswith("30") and row["tokens/s, vanilla"].startswith("10")
         assert row["auto over vanilla"].startswith("3.00") and row["auto over lookup"].startswith("2.00")
-
-
-def test_contexts_without_samples_are_named(tmp_path: Path) -> None:
-    """Those that have prompts; the samples are of `chat` without context."""
-    settings = load_settings("experiments/smollm2.yaml", [])
-    folder = tmp_path / "prompts" / "test"
-    folder.mkdir(parents=True)
-    for task, lengths in {"chat": (0, 7000), "lcc": (1024,)}.items():
-        records = [json.dumps({"id": str(length), "length": length}) + "\n" for length in lengths]
-        (folder / f"{task}.jsonl").write_text("".join(records))
-    measured = samples({"chat": 1}, {"chat": 0})
-    assert report.unmeasured(settings, tmp_path, measured) == ["lcc (1024 tokens)", "chat (7000 tokens)"]
 
 
 def test_a_draft_slower_than_lookup_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,8 @@ import pandas
 import pytest
 
 from experiments.claims import Goal, goal_verdict, paper_claims
-from longspec.pipeline.report import (
-    by_context,
-    by_method,
-    output_counts,
-    same_text,
-)
-from longspec.pipeline.samples import Samples, markdown, pooled, speed_ratio, tokens_per_round
+from longspec.pipeline.report import by_context, by_method, same_text
+from longspec.pipeline.samples import Samples, markdown, pooled, speed_ratio
 
 
 def line(method: str = "tree", number: int = 0, **changes: object) -> dict:
@@ -45,10 +40,8 @@ def test_speeds_are_compared_on_the_same_prompts() -> None:
 
 def test_outputs_with_loops_are_counted_apart() -> None:
     samples = Samples(frame(line(), line(number=1, loops=True, rounds=1)))
-    assert tokens_per_round(samples.of("tree")).value == 4.0
-    counts = output_counts(samples).iloc[0]
-    assert (counts["outputs"], counts["with loops"], counts["without loops"]) == (2, 1, 1)
-    assert counts["tokens per round with loops"] == "40.00"
+    row = by_method(samples).iloc[0]
+    assert (row["outputs"], row["with loops"], row["tokens per round"]) == (2, 1, "4.00")
 
 
 def evaluation() -> Samples:
