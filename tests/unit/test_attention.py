@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_reference import attention_with_lse
-from kernel_devices import DEVICES, INTERPRETED, TOLERANCE
+from kernel_devices import INTERPRETED, TOLERANCE
 from torch import Tensor
 
 from longspec.kernels.choice import choose_backend
@@ -264,18 +264,6 @@ def test_masked_sdpa_has_a_clean_gradient_where_nothing_is_visible(nodes: int, d
     got = DecodingAttention().masked(*leaves, mask.to(device), 0.1)
     got.square().sum().backward()
     assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_split_blocks_gives_equal_shares_of_the_whole_blocks_of_each_row(device: str) -> None:
-    """Ordered by part, then by row: the row, its first slot and its end. Rows with few blocks have empty parts."""
-    from longspec.kernels.triton.flash_attention import split_blocks
-
-    shares = split_blocks(torch.tensor([1000, 175, 353], device=device), 3, 176)
-    rows, begins, ends = shares.unflatten(1, (3, 3)).cpu()
-    assert rows.tolist() == [[0, 1, 2]] * 3
-    assert begins.T.tolist() == [[0, 176, 528], [0, 0, 0], [0, 0, 176]]
-    assert ends.T.tolist() == [[176, 528, 880], [0, 0, 0], [0, 176, 352]]
 
 
 CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FLASH, reason="needs fa3-fwd"))]

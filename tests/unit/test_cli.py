@@ -66,21 +66,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     for given, part in (
         (["chat", f"{tmp_path}/none"], "no such folder"),
-        (["chat", "one", "--model", "other"], "give the pair once"),
         (["generate", "no/such/file.txt"], "cannot be read"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
-        (["generate", "hello", "--json", f"{tmp_path}/none/a.json"], "there is no folder"),
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
-        (["bench", "--temperature", "hot"], "'--temperature'"),
-        (["chat", "--method", "none"], "'vanilla', 'seq'"),
         (["extract"], "missing argument"),
-        (["split", "--target", "a"], "--tp_size"),
-        (["generate", "hello", "--seed"], "'--seed' requires an argument (see --help)"),
         (["no_such_command"], "'no_such_command'"),
         (["generate", "hello", "--output", "--overwrite"], "--output: its value is missing before --overwrite"),
-        (["split", "--target", "a", "--output", "--tp_size", "2"], "--output: its value is missing before --tp_size"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
-        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "key=value"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
         monkeypatch.setattr(sys, "argv", ["longspec", *given])
@@ -113,7 +105,6 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     ("options", "derived"),
     [
         (["--include", "localhost:0,1"], ["step: 4 rows of up to 128 tokens, 512 in all"]),
-        (["--include", "localhost"], []),
         (["--num_gpus", "2", "hostfile"], []),
         (["max_steps=1200"], ["run: 1,200 steps"]),
         (
@@ -200,14 +191,10 @@ def test_a_file_of_another_kind_is_not_taken_for_a_prompt(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"prompt": 3}', "'prompt' must be a string"),
         ('{"text": "a"}', "'prompt' is missing"),
-        ('{"prompt": "a", "messages": []}', "not be given along"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "ends with a user turn"),
         ('{"messages": [{"role": "user"}]}', r"'messages\[0\]\.content'"),
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not read"),
-        ('{"prompt": "a", "suffix": "b"}', "'suffix' is only read next to a prefix"),
-        ('{"prompt": "a", "temperature": 0}', "'temperature' is not read"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' would be ignored"),
         ("{", "not a JSON line"),
     ],

@@ -210,11 +210,10 @@ GOOD = [{"text": "fine"}] * 70
         ([GOOD, [*GOOD[:2], "", '{"text": "a"']], {}, r"file1\.jsonl, line 4: not a JSON line"),
         ([GOOD, ["", '{"report": "a"}']], {"num_proc": 2}, r"file1\.jsonl, line 2: field 'summary' is missing"),
         ([[{"body": "fine"}, {"text": "a"}]], {"aligners": LOOK_UP}, r"file0\.jsonl:2: the aligner look_up.*'body'"),
-        ([[{"body": "fine"}, {"body": 3}]], {"aligners": LOOK_UP}, r"file0\.jsonl:2: the aligner look_up.*Attribut"),
-        *(
-            ([[*GOOD, {"text": "a <note>"}]], {"tokenizer": NOTED, "vocab_size": VOCAB_SIZE, "pack": pack}, says)
-            for pack in (False, True)
-            for says in [rf"file0\.jsonl, line 71: token {VOCAB_SIZE} \('<note>'\) has no embedding"]
+        (
+            [[*GOOD, {"text": "a <note>"}]],
+            {"tokenizer": NOTED, "vocab_size": VOCAB_SIZE, "pack": True},
+            rf"file0\.jsonl, line 71: token {VOCAB_SIZE} \('<note>'\) has no embedding",
         ),
         ([["not JSON"]], {"max_length": 1}, "max_length is 1"),
         ([["not JSON"]], {"aligners": (add_id_aligner(),)}, "common_form"),
@@ -260,10 +259,6 @@ def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
     assert tokens(build_rows(path, **settings)) == [[[*ids("abd"), EOS]]] and len(tables()) == 6
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-40])
-
-
 def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -274,7 +269,7 @@ def unfinish(path):
     (path.parent / DIGESTS).unlink()
 
 
-@pytest.mark.parametrize("spoil", [cut, flip, os.remove, unfinish])
+@pytest.mark.parametrize("spoil", [flip, os.remove, unfinish])
 def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, spoil):
     records = [{"text": f"text {number}"} for number in range(9)]
     before = tokens(build(records))
@@ -287,13 +282,11 @@ def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, s
     assert str(folder) in warning and "it is rebuilt" in warning
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_one_of_several_builders_builds(tmp_path, damaged):
+def test_one_of_several_builders_builds(tmp_path):
     """The others wait for its table, even if all of them found a damaged one."""
     folder, built, together = tmp_path / "table", [], Barrier(3)
-    if damaged:
-        cached_table(folder, lambda inner: write_table(inner, 1))
-        (folder / DIGESTS).write_text("{}")
+    cached_table(folder, lambda inner: write_table(inner, 1))
+    (folder / DIGESTS).write_text("{}")
 
     def build(into):
         built.append(into)

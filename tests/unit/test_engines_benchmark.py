@@ -57,24 +57,6 @@ def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
     assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
 
 
-@pytest.mark.parametrize(
-    ("log", "end", "error"),
-    [
-        ("(EngineCore pid=7) ERROR [core.py:9] ValueError: one\nRuntimeError: two", "exit 1", "ValueError: one"),
-        ("Scheduler hit an exception: Traceback\ntorch.OutOfMemoryError\nended", "exit 1", "torch.OutOfMemoryError"),
-        ("WARNING [a.py:1] Found no ValueError", "exit 3", "exit status 3"),
-        ("AssertionError: three", "sleep 60", "no end within 2 s: AssertionError: three"),
-    ],
-)
-def test_a_failure_is_the_first_error_in_the_log(
-    tmp_path: Path, log: str, end: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Later ones follow from it. The whole log is shown."""
-    python = script(tmp_path, f"echo '{log}' >&2\n{end}")
-    assert engines.run_alone(run_of(), str(python), limit=2) == {"error": error}
-    assert log in capsys.readouterr().err
-
-
 def test_only_the_result_of_a_run_is_read(tmp_path: Path) -> None:
     """Engines log to stdout, and vLLM's process does so after the end of its engine's."""
     engine = """

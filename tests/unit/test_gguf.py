@@ -212,28 +212,12 @@ def test_a_file_is_converted_once_and_a_damaged_copy_again(
         converted([file], file.stem, expected="0" * 64)
 
 
-def test_the_folder_of_an_older_version_stays(tmp_path: Path, own_cache: Path) -> None:
-    """A run of that version may be reading it, and would replace one of this version."""
-    file = tmp_path / "tiny.gguf"
-    write_gguf(file)
-    old = own_cache / f"tiny-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}-1"
-    old.mkdir(parents=True)
-    (old / target_cache.MANIFEST).write_text('{"files": {}}')
-    assert Path(resolve_target(str(file))) != old and (old / target_cache.MANIFEST).is_file()
-
-
 def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.gguf"
     with pytest.raises(UserError, match="no such GGUF file"):
         resolve_target(str(file))
     file.write_text("hello")
     with pytest.raises(UserError, match="not a GGUF file"):
-        resolve_target(str(file))
-    with monkeypatch.context() as patch:
-        add = gguf.GGUFWriter.add_head_count
-        patch.setattr(gguf.GGUFWriter, "add_head_count", lambda self, _: add(self, 0))
-        write_gguf(file)
-    with pytest.raises(UserError, match=r"cannot be read \(ZeroDivisionError"):
         resolve_target(str(file))
     write_gguf(file)
     with monkeypatch.context() as patch:
@@ -242,17 +226,11 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
             resolve_target(str(file))
     assert not list(user_cache("targets").glob("*.unfinished"))
     raw = file.read_bytes()
-    for length in (6, 100, 2000, len(raw) // 2, len(raw) - 1000):
+    for length in (6, 2000, len(raw) - 1000):
         file.write_bytes(raw[:length])
         with pytest.raises(UserError, match="cannot be read") as error:
             resolve_target(str(file))
         assert "\n" not in str(error.value)
-    file.write_bytes(raw)
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    with pytest.raises(UserError, match="cannot be converted into"):
-        resolve_target(str(file))
 
 
 def install(site: Path, package: str, name: str, content: bytes) -> None:
@@ -325,12 +303,11 @@ def test_without_the_wheels_one_line_says_how_to_get_them(
         choose_pair(SMOLLM2)
 
 
-@pytest.mark.parametrize("shard", ["4GB", "60KB"])
 def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
-    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
-    monkeypatch.setattr("longspec.models.gguf.MAX_SHARD", shard)
+    monkeypatch.setattr("longspec.models.gguf.MAX_SHARD", "60KB")
     original = write_gguf(tmp_path / "tiny.gguf", quantized=True)
     folder, expected = Path(resolve_target(str(tmp_path / "tiny.gguf"))), tmp_path / "expected"
     kind, state = gguf.GGMLQuantizationType.Q8_0, {}
@@ -338,9 +315,9 @@ def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
         stored = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind) if weight.ndim == 2 else weight.numpy()
         state[name] = torch.from_numpy(stored).bfloat16()
     expected.mkdir()
-    save_torch_state_dict(state, expected, max_shard_size=shard)
+    save_torch_state_dict(state, expected, max_shard_size="60KB")
     written = {file.name: file.read_bytes() for file in folder.glob("model*")}
-    assert len(written) > 1 or shard == "4GB"
+    assert len(written) > 1
     assert written == {file.name: file.read_bytes() for file in expected.iterdir()}
 
 

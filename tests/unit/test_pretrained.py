@@ -23,7 +23,6 @@ from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
-from longspec.models.pretrained import DRAFT_FOLDER
 from longspec.models.target_files import read_config
 
 
@@ -163,16 +162,6 @@ def test_without_a_network_an_unknown_hub_id_is_refused_at_once(
         read_config("someone/target")
 
 
-def test_a_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
-    pair = make_pair(tmp_path / "target")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "pair").mkdir()
-    (tmp_path / "pair" / DRAFT_FOLDER).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="draft: a link"):
-        pair.save_pretrained(tmp_path / "pair")
-    assert not any((tmp_path / "elsewhere").iterdir())
-
-
 def test_dtype_is_the_files_unless_given(tmp_path: Path) -> None:
     """The constructor keeps its float16."""
     torch.manual_seed(0)
@@ -200,17 +189,11 @@ def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"glide_pth": "x", "max_memory": 1}, r"LlamaGlide\.from_pretrained: no argument glide_pth, max_memory"),
-        ({"window": 0}, "window"),
         ({"window": "many"}, "window"),
-        ({"kv_layers": 1}, "kv_layers: must be a list"),
         ({"kv_layers": [2]}, "the draft's kv_layers contain layer 2, but this target of 3 layers"),
-        ({"target_feature": 1}, "target_feature: must be true or false"),
-        ({"state_dict": "draft.pth"}, "state_dict"),
         ({"glide_path": 5}, "glide_path"),
-        ({"pad_token_id": "<pad>"}, "pad_token_id"),
         ({"pad_token_id": True}, "pad_token_id: a bool"),
         ({"dtype": "flaot16"}, "torch_dtype: 'flaot16' is not"),
-        ({"torch_dtype": "int64"}, "torch_dtype: 'int64' is not"),
         ({"device_map": "nowhere"}, "nowhere"),
     ],
 )

@@ -96,10 +96,8 @@ def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
     ("raw", "says"),
     [
         (b'{"text": "a"', "not a JSON line"),
-        (b"[", "not a JSON line"),
         (b'{"text": "\xff"}', "not a JSON line.*utf-8"),
         (b'["text"]', "must be a JSON object with named fields, not list"),
-        (b"3", "must be a JSON object with named fields, not int"),
         (b"[" * 100_000, "not a JSON line"),
     ],
 )

@@ -164,45 +164,31 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
     [
         ({"tools": [{}]}, "tools", "not supported"),
         ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
-        ({"bad_words": [" "]}, "bad_words", "not empty"),
-        ({"min_new_tokens": -1}, "min_tokens", "greater than or equal to 0"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
         ({"echo": True}, "echo", "not supported"),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"n": 3, "best_of": 2}, "best_of", "not supported"),
         ({"longspec": {"\ud800": 0.1}}, "longspec.?", "not supported"),
-        ({"model": "\ud800"}, "model", "surrogate"),
-        ({"stop": "\ud800"}, "stop.0", "surrogate"),
         ({"longspec": {"draft": 1}}, "longspec.draft", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
         ({"n": 5}, "n", "limit of 4"),
         ({"stop": ["a", "b", "c"]}, "stop", "limit of 2"),
         ({"stop": "a" * 9}, "stop", "limit of 8"),
-        ({"seed": 2**63}, "seed", "less than"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid list"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls", "not supported"),
         ({"messages": [{"role": "assistant", "reasoning_content": "a"}]}, "messages.0.reasoning_content", "not supp"),
         ({"max_tokens": POSITIONS}, "messages", "room for 4096 tokens"),
         ({"stream_options": {"include_usage": True}}, None, "only with stream"),
-        ({"messages": []}, "messages", "at least 1"),
         ({"messages": HELLO["messages"] * 4}, "messages", "limit of 3"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content.0.text", "surrogate"),
         ({"prompt": []}, "prompt", "none of them empty"),
-        ({"prompt": [1, -1]}, "prompt", "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the vocabulary has"),
-        ({"prompt": "\ud800"}, "prompt", "surrogate"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "or 0 with echo"),
-        ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         ({"prompt": [5] * 8, "max_tokens": POSITIONS}, "prompt", "8 tokens and the answer up to 4096"),
     ],
@@ -260,18 +246,9 @@ def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Scrip
 
 def test_an_answer_without_content_is_an_empty_turn(client: TestClient, script: Script) -> None:
     """So that a stored history can be sent back, parts with cache hints included."""
-    ask = {
-        "role": "user",
-        "name": "me",
-        "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
-    }
-    for answer in (
-        {},
-        {"content": None, "tool_calls": []},
-        {"content": []},
-        {"content": {}},
-        {"content": "", "refusal": None},
-    ):
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    ask = {"role": "user", "name": "me", "content": [part]}
+    for answer in ({}, {"content": None, "tool_calls": []}, {"content": []}, {"content": "", "refusal": None}):
         chat(client, messages=[ask, {"role": "assistant", **answer}, ask])
         assert TOKENIZER.decode(script.submitted.pop().prompt) == "<user>hi</s><assistant></s><user>hi</s><a>"
 
@@ -285,8 +262,6 @@ def test_unknown_fields_are_ignored_and_named_once(client: TestClient, script: S
         names = ["temprature", "quo?te??", "h??", "x" * 64, *(["stream_options.a"] if further else []), "messages.mood"]
         assert response.status_code == 200 and len(script.submitted.pop().prompt) > 0
         assert response.headers["warning"] == f'299 longspec "ignored fields: {", ".join(names)}"'
-    many = client.post("/v1/chat/completions", json={**HELLO, **{f"f{number}": 1 for number in range(99)}})
-    assert many.headers["warning"].endswith('f19 and 79 more"')
 
 
 def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script) -> None:
@@ -327,10 +302,7 @@ def test_a_request_sets_penalties_and_rules(client: TestClient, script: Script) 
         (b"{", "application/json"),
         (b"[]", "application/json"),
         (b'{"messages": ' + b"[" * 900, "application/json"),
-        (b"\xff\xfe", "application/json"),
         (json.dumps(HELLO).encode(), "text/plain"),
-        (json.dumps(HELLO).encode(), ""),
-        (b"", "application/json"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "application/json"),
     ],
 )
@@ -395,9 +367,10 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(script: Script) -> No
 
 
 def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: Script) -> None:
-    script.events = [said("one t"), said("wo"), said(" three"), Finished("length")]
+    script.events = [said("one t"), said("wo three"), Finished("length")]
     answer = chat(client, **HELLO, stop="two", logprobs=False)
     assert answer["choices"][0]["message"]["content"] == "one "
+    assert answer["usage"]["completion_tokens"] == len("one two"), "tokens after the stop string are not counted"
     assert answer["choices"][0]["finish_reason"] == "stop" and script.cancelled == script.submitted
     chunks = events(client, **HELLO, stop=["two"])
     texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
@@ -405,23 +378,10 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
     # A special token is no part of the text, but a stop string can name it, with text around it.
     script.events = [said("one"), said("</s>"), said("<s>two"), Finished("length")]
-    for stop, expected in (
-        ("</s>", "one"),
-        ("e</s>", "on"),
-        ("</s><s>t", "one"),
-        ("<s>", "one"),
-        ("etw", "on"),
-        ("</s>tw", "onetwo"),
-    ):
+    for stop, expected in (("e</s>", "on"), ("</s><s>t", "one"), ("etw", "on"), ("</s>tw", "onetwo")):
         choice = chat(client, **HELLO, stop=stop)["choices"][0]
         assert choice["message"]["content"] == expected
         assert choice["finish_reason"] == ("length" if expected == "onetwo" else "stop")
-
-
-def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: Script) -> None:
-    """A round can emit more tokens than the answer has; vanilla decoding would not generate them."""
-    script.events = [said("one "), said("two three"), Finished("length")]
-    assert chat(client, **HELLO, stop="two")["usage"]["completion_tokens"] == len("one two")
 
 
 def test_reused_prompt_tokens_are_counted_once(client: TestClient, script: Script) -> None:
@@ -590,14 +550,7 @@ def test_a_client_that_disconnects_gives_its_row_back(script: Script, stream: bo
 def test_a_key_guards_everything_but_health_and_the_page(script: Script) -> None:
     with TestClient(application(script, api_key="secret")) as client:
         paths = ("/v1/models", f"/v1/models/{NAME}", "/metrics")
-        for headers in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": "secret"},
-            {"Authorization": "Bearer "},
-            {"Authorization": "Basic secret"},
-            {"Authorization": "Bearer secretsecret"},
-        ):
+        for headers in ({}, *({"Authorization": value} for value in ("Bearer wrong", "Basic secret", "Bearer "))):
             assert [client.get(path, headers=headers).status_code for path in paths] == [401] * 3
             refused = client.post("/v1/chat/completions", json=HELLO, headers=headers)
             assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"

@@ -26,7 +26,6 @@ from longspec.sglang import draft_model, large_batches
 from longspec.sglang.checks import DEFAULT_TREE, check_server, load_layer, set_default_tree, suits_greedy_round
 from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.drafter import Drafter, candidates, prefill_positions
-from longspec.sglang.graphs import BatchGraphs
 from longspec.sglang.large_batches import VERIFIED_TOKENS, VerifySizes, most_nodes
 
 SHAPE, NODES = (3, 9, 9), 12
@@ -200,23 +199,13 @@ def test_prefill_continues_each_cached_prefix() -> None:
     assert prefill_positions([4, 0, 7], [2, 3, 1]).tolist() == [4, 5, 0, 1, 2, 7]
 
 
-def test_in_larger_batches_only_the_best_nodes_of_a_level_get_children() -> None:
-    assert [VerifySizes(5, 32, 4).most_read(batch) for batch in (1, 4, 8, 32)] == [16, 16, 8, 4]
-    assert VerifySizes(5, 6, 1).most_read(8) == 1
-
-
 def test_larger_batches_verify_smaller_trees() -> None:
     sizes = VerifySizes(5, 32, 4)
     assert [sizes.of(batch) for batch in (1, 4, 5, 16, 32, 33)] == [(5, 32), (5, 32), (4, 16), (3, 8), (2, 4), (0, 1)]
     assert all(batch * sizes.of(batch)[1] <= VERIFIED_TOKENS for batch in range(1, VERIFIED_TOKENS + 1))
     assert VerifySizes(5, 6, 1).of(64) == (0, 1)
     assert VerifySizes(8, 32, 2).of(8) == (5, 16)  # 4 levels of 2 children per node have 15 nodes
-
-
-def test_a_level_has_as_many_nodes_as_can_be_verified() -> None:
-    assert VerifySizes(5, 32, 4).shape(1) == (4, 16, 16, 16, 16)
-    assert VerifySizes(5, 32, 4).shape(16) == (4, 6, 5)
-    assert VerifySizes(4, 5, 1).shape(1) == (1, 1, 1, 1)
+    assert [sizes.shape(batch) for batch in (1, 16)] == [(4, 16, 16, 16, 16), (4, 6, 5)]
 
 
 @pytest.mark.parametrize(
@@ -240,12 +229,6 @@ def test_what_a_graph_leaves_out_takes_sglangs_own_round(needs: dict[str, Any]) 
     assert not suits_greedy_round(batch)
 
 
-def test_a_batch_runs_at_the_next_captured_size() -> None:
-    graphs = BatchGraphs(lambda **rows: (), {})
-    graphs.sizes = [1, 2, 4]
-    assert [graphs.padded(batch) for batch in (1, 3, 4, 5)] == [1, 4, 4, 5]
-
-
 @pytest.fixture(scope="module")
 def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
@@ -258,7 +241,6 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"speculative_draft_model_path": None}, "--speculative-draft-model-path: missing"),
         ({"pp_size": 2}, "--pp-size 2"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache True"),
         ({"speculative_num_draft_tokens": most_nodes(4, 5) + 1}, "allow 6 to 69 tokens"),
         ({"speculative_num_steps": 20}, "--speculative-num-steps: 20 levels, but the draft's window is 16"),
         ({"tp_size": 4}, "--tp-size 4: num_key_value_heads 2"),

@@ -1,8 +1,6 @@
 """Requests to stop: the recorded signals, and when they take effect."""
 
-import os
 import signal
-import sys
 
 import pytest
 
@@ -47,18 +45,3 @@ def test_a_second_sigint_kills() -> None:
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.received == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-
-
-@pytest.mark.parametrize(("number", "told"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_on_a_terminal_the_first_sigint_says_what_a_second_one_does(
-    number: int, told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, terminal = os.openpty()
-    with os.fdopen(terminal, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with StopSignals():
-            signal.raise_signal(number)
-        stderr.write("end\n")
-        stderr.flush()
-        assert ("Ctrl-C again ends it" in os.read(ours, 1000).decode()) == told
-    os.close(ours)

@@ -5,35 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, OPTIONS, make_pair
+from pairs import OPTIONS, make_pair
 
 from longspec.kernels.training.segments import Segments
 from longspec.models.draft import TargetStates
 from longspec.models.target_graph import RUNS_BEFORE, TargetGraphs
 from longspec.train.loss import DraftLoss
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bool) -> None:
-    """Whatever tokens, positions and segments come, and in which order."""
-    from longspec.models.target_kernels import use_kernels
-
-    options = OPTIONS["kv_layers"] if family == "llama" else OPTIONS["published"]
-    model: Any = make_pair(tmp_path, family, torch.bfloat16, options=options).cuda()
-    use_kernels(model.model, model.draft_layer_class)
-    passes = TargetGraphs(model.run_target, layer_weights=1)
-    generator = torch.Generator().manual_seed(0)
-    for number, inner in enumerate(([], [5, 100], [], [1, 2, 127], [63, 65], [])):
-        tokens = torch.randint(1, 61, (2, 64), generator=generator).cuda()
-        segments = Segments(sorted([0, 64, 128, *inner]), tokens.device)
-        positions = (segments.offsets + 100 * number).view(2, 64)
-        got = passes(tokens, positions, segments, whole)
-        assert (got[0] is not None) == whole and len(got[1]) == 1 + len(options.kv_layers)
-        torch.testing.assert_close(got, model.run_target(tokens, positions, segments, whole))
-    assert len(passes.graphs) == 1
 
 
 def each(change: Any, passed: TargetStates) -> TargetStates:

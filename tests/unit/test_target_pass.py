@@ -10,7 +10,6 @@ from pairs import FAMILIES, OPTIONS, Handed, make_pair
 from torch import Tensor
 
 from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import ChosenKV, last_keys_values, run_backbone
 from longspec.models.target_kernels import use_kernels
 from longspec.train.loss import DraftLoss
 
@@ -62,28 +61,6 @@ def test_the_pass_ends_at_the_last_keys_unless_more_is_read(
     assert all(counts[f"model.layers.{layer}.mlp"] == counts[f"model.layers.{layer}"] == 1 for layer in (0, 1))
     weights = dict(model.draft_model.named_parameters())
     assert all(weight.grad is not None and weight.grad.any() for weight in weights.values())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-@torch.no_grad()
-def test_keys_and_values_equal_those_of_the_whole_pass_bit_for_bit(
-    tmp_path: Path, family: str, dtype: torch.dtype, device: str
-) -> None:
-    model: Any = make_pair(tmp_path, family, dtype).to(device)
-    tokens, positions = (batch()[name].to(device) for name in ("input_ids", "position_ids"))
-    if device == "cuda":  # as in training
-        use_kernels(model.model, model.draft_layer_class)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-
-    cache = ChosenKV([2, 1, 0])
-    run_backbone(model.model, tokens, positions, cache, attend)
-    short = last_keys_values(model.model, *model.embed(tokens, positions), positions, attend, others=[1, 0])
-    assert len(short) == len(cache.kept) == 3
-    for (keys, values), (whole_keys, whole_values) in zip(short, cache.kept.values(), strict=True):
-        assert torch.equal(keys, whole_keys) and torch.equal(values, whole_values)
 
 
 @torch.no_grad()

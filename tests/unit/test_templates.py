@@ -56,7 +56,6 @@ def test_the_tokenizers_own_chat_template():
     [
         ("{{ raise_exception('only users') }}", r"\(only users\)"),
         ("{{ 9 // (messages | length - 1) }}", "ZeroDivisionError"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{% if %}", "TemplateSyntaxError"),
     ],
 )
@@ -155,11 +154,8 @@ def test_plain_text_has_no_marks():
     ("text", "says"),
     [
         (7, "must be text with {context} or {input}, not int"),
-        ("Sum up.", "contains no field; use {context} or {input}"),
         ("Sum up {prompt}.", "no field {prompt}; use {context} or {input}"),
-        ("Sum up {}.", "no field {}"),
         ("Sum up {context.__class__}.", "no field {context.__class__}"),
-        ("Sum up {context!r}.", "a field has only a name"),
         ("Sum up {context.", "double each brace that is not a field"),
     ],
 )

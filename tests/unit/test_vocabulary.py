@@ -225,19 +225,6 @@ def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, operation: st
             assert tokens.min() >= 0 and tokens.max() < vocab, fault
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
-    """Best first, over all parents and the vocabulary, by the log-probability of the path."""
-    tree, above = half_grown(2, 4, 7, sampled=False)
-    logits = (3 * torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
-    trees.grow_level(tree, above, 7, logits, None)
-    every = tree.scores[:, above, None] + logits.float().log_softmax(-1)
-    expected = every.flatten(1).sort(dim=-1, descending=True)
-    torch.testing.assert_close(tree.scores[:, above.stop :], expected.values[:, :7])
-    chosen = (tree.parents - above.start) * 11 + tree.tokens
-    assert chosen[:, above.stop :].tolist() == expected.indices[:, :7].tolist()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
