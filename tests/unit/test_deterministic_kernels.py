@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.deterministic import causal_attention, path_attention, root_paths
-from longspec.kernels.triton.deterministic_blocks import count_splits
 from longspec.kernels.triton.elementwise import rms_norm, rotate_and_store
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
 
@@ -79,17 +78,6 @@ def test_norms_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, devi
 
     for got, whole in zip(rotated(some), rotated(slice(0, tokens)), strict=True):
         assert torch.equal(got, whole[:, :, some])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_paths_and_splits_are_those_of_their_definition(device: str) -> None:
-    mask = torch.cat([random_tree(37, device), torch.eye(37, dtype=torch.bool, device=device)[None]])
-    paths, expected = root_paths(mask), attention_reference.root_paths(mask)
-    used = torch.arange(38, device=device) <= expected[..., :1] + 1
-    assert torch.equal(paths.where(used, 0), expected)
-    ends = [256 * n for n in range(1, 17)] + [4096 + 1024 * n for n in range(1, 29)] + [32768 + 4096, 32768 + 8192]
-    for slots in (1, 255, 256, 257, 4096, 4097, 32767, 32768, 32769, 40000):
-        assert count_splits(slots) == next(number for number, end in enumerate(ends, 1) if end >= slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,6 @@
 """A draft's vocabulary list: where it comes from, and that one that does not fit is refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,6 @@ from pairs import make_pair, tiny_config
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft
-from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 
@@ -69,17 +68,3 @@ def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin, t
     state = pair.draft_model.state_dict()
     with pytest.raises(UserError, match="draft_vocabulary: for a fresh draft"):
         LlamaGlide.from_pretrained(pair.name_or_path, state_dict=state, draft_vocabulary=[1])
-
-
-@pytest.mark.parametrize(
-    ("size", "always", "expected"),
-    [
-        (3, (), [1, 2, 5]),  # counts 9, 9, 5
-        (4, (), [0, 1, 2, 5]),  # 0 and 3 both occur twice
-        (2, (3, 4), [2, 3]),  # 4 does not occur; 2 and 5 both occur nine times
-        (6, (), [0, 1, 2, 3, 4, 5]),
-    ],
-)
-def test_the_list_holds_the_most_frequent_tokens(size: int, always: Sequence[int], expected: list[int]) -> None:
-    counts = torch.tensor([2, 5, 9, 2, 0, 9])
-    assert most_frequent(counts, size, always).tolist() == expected

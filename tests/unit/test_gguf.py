@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import random
 import shutil
 from dataclasses import replace
@@ -19,7 +18,7 @@ from gguf_files import write_gguf
 from huggingface_hub import save_torch_state_dict
 from pairs import FAMILIES
 from tiny_tokenizer import byte_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longspec import generate, load_pair
 from longspec.data.target_format import resolve_chat_format
@@ -319,17 +318,3 @@ def test_weights_written_in_blocks_are_the_files_of_the_whole_state(
     written = {file.name: file.read_bytes() for file in folder.glob("model*")}
     assert len(written) > 1
     assert written == {file.name: file.read_bytes() for file in expected.iterdir()}
-
-
-@pytest.mark.slow
-def test_smollm2_answers_from_the_installed_wheel(own_cache: Path) -> None:
-    pair, tokenizer = load_pair("smollm2-135m")
-    assert tokenizer.eos_token == "<|im_end|>" and pair.generation_config.eos_token_id == tokenizer.eos_token_id == 2
-    assert tokenizer.tokenize("x =   5") == ["x", "Ġ=", "ĠĠĠ", "5"]
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = generate(pair, ids["input_ids"], method="lookup", max_new_tokens=12).new_tokens[0]
-    assert "Paris" in tokenizer.decode(answer)
-    manifest = json.loads(next(own_cache.glob("*/conversion.json")).read_text())
-    assert manifest["source_sha256"] == PACKAGED[SMOLLM2].sha256
-    assert GenerationConfig.from_pretrained(next(own_cache.glob("SmolLM2*-2"))).pad_token_id == 2

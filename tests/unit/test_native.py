@@ -165,12 +165,3 @@ def test_without_a_compiler_one_line_says_so_and_torch_decodes(
     assert caplog.text.count("gcc is not installed") == 1
     with pytest.raises(UserError, match="'native' cannot run here: it needs a CPU, float32 and gcc"):
         choose_backend("native", CPU, torch.float32, 64)
-
-
-@pytest.mark.gcc
-def test_a_failure_of_the_compiler_is_one_line(
-    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-nostdinc"))
-    assert native_library() is None
-    assert len(caplog.records) == 1 and "error: no include path in which to search for math.h" in caplog.text

@@ -6,8 +6,7 @@ from samplers import transformers_warpers
 
 from longspec.inference.request import Sampling
 from longspec.inference.row_settings import RowSettings
-from longspec.inference.sampling import Sampler, SamplingKind, sampling_kind
-from longspec.kernels.shared.watch import Watch
+from longspec.inference.sampling import Sampler, sampling_kind
 
 VOCAB = 13
 ROWS = [
@@ -54,14 +53,3 @@ def test_each_row_has_its_own_distribution(nodes: tuple[int, ...]) -> None:
         if not sampling.greedy:
             alone = Sampler(sampling_kind([sampling]), settings().narrow(slice(row, row + 1)))
             torch.testing.assert_close(alone.probabilities(logits[row, None])[0], expected)
-
-
-@pytest.mark.parametrize("kind", [SamplingKind("mixed"), sampling_kind(ROWS), SamplingKind("mixed", ("top_k",), 4)])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_without_a_distribution_are_seen(kind: SamplingKind, value: float) -> None:
-    for row in range(len(ROWS)):
-        logits = torch.zeros(len(ROWS), 2, VOCAB)
-        logits[row, 1, 4] = value
-        faults = torch.zeros(len(ROWS), dtype=torch.long)
-        Sampler(kind, settings()).choose(logits, Watch(faults, 2))
-        assert faults.tolist() == [2 if other == row else 0 for other in range(len(ROWS))]

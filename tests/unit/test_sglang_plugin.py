@@ -17,7 +17,6 @@ from longspec.errors import UserError
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
-from longspec.kernels.shared.attention import PagedPrefix, PagedTree
 from longspec.kernels.shared.residual import TokenSlots
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
@@ -116,64 +115,6 @@ def test_kernels_draft_what_our_own_draft_does(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(draft_model, "Backend", lambda attention: TritonBackend(TritonAttention()))
     monkeypatch.setattr(sys.modules[__name__], "paged_attention", partial(TritonAttention().paged, capacity=64))
     test_the_tree_is_that_of_our_own_engine(tmp_path, "qwen2", LISTED)
-
-
-def test_trees_are_verified_in_place_of_sglangs_kernel() -> None:
-    """Keys and values are stored first, and what the kernel does not compute goes to SGLang's."""
-    pytest.importorskip("triton")
-    import attention_reference
-
-    from longspec.kernels.triton.attention import TritonAttention
-    from longspec.sglang.paged import verify_with
-
-    generator = torch.Generator().manual_seed(2)
-    nodes, width = 3, 16
-    q, pool_k, pool_v = (torch.randn(40, 2, width, generator=generator) for _ in range(3))
-    q, k, v = q[: 2 * nodes].flatten(1), pool_k[34:, :1], pool_v[34:, :1]
-    starts, mask_starts = torch.tensor([0, 20, 27]), torch.tensor([0, 69, 99])  # prefixes of 20 and 7 tokens
-    mask = torch.rand(110, generator=generator) < 0.5
-    mask[[20, 44, 68, 76, 87, 98]] = True  # each node sees itself
-    slots = torch.randperm(34, generator=generator)
-    pools = pool_k[:, :1], pool_v[:, :1]
-    calls: list[Any] = []
-    pool = SimpleNamespace(
-        set_kv_buffer=lambda *arguments: calls.append(arguments),
-        get_key_buffer=lambda layer: pools[0],
-        get_value_buffer=lambda layer: pools[1],
-    )
-    metadata = SimpleNamespace(
-        qo_indptr=None,
-        kv_indptr=starts,
-        kv_indices=slots,
-        custom_mask=mask,
-        mask_indptr=mask_starts,
-        max_extend_len=nodes,
-        swa_out_cache_loc=None,
-        out_cache_loc_full_physical=None,
-    )
-    backend = SimpleNamespace(
-        extend_attention_fwd=None,
-        forward_extend=lambda *arguments, sinks: calls.append(arguments),
-        forward_metadata=metadata,
-        token_to_kv_pool=pool,
-    )
-    verify_with(backend, partial(TritonAttention().paged, capacity=64))
-    sizes = {"tp_q_head_num": 2, "qk_head_dim": width, "scaling": width**-0.5, "layer_id": 0, "k_scale": None}
-    features = {"is_cross_attention": False, "logit_cap": 0.0, "sliding_window_size": -1, "xai_temperature_len": -1}
-    layer = SimpleNamespace(**sizes, **features)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: True), out_cache_loc=torch.arange(6))
-    out = backend.forward_extend(q, k, v, layer, batch)
-    assert calls == [(layer, batch.out_cache_loc, k, v)]
-
-    expected = torch.empty(2, nodes, 2, width)
-    tree, prefix = PagedTree(k, v, mask, mask_starts[:-1]), PagedPrefix(*pools, slots, starts[:-1], starts[1:])
-    queries = q.view(2, nodes, 2, width).transpose(1, 2)
-    attention_reference.paged_attention(queries, prefix, expected, width**-0.5, tree)
-    torch.testing.assert_close(out.view_as(expected), expected, atol=1e-5, rtol=1e-5)
-
-    layer.sliding_window_size = 8
-    backend.forward_extend(q, k, v, layer, batch)
-    assert calls[1:] == [(q, k, v, layer, batch, True)]
 
 
 def test_only_the_accepted_path_is_stored() -> None:

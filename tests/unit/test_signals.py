@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from longspec.ranks.agreement import Termination
 from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 
 
@@ -38,6 +39,15 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert stop.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_step_may_be_finished_for_a_while(one_rank: None) -> None:
+    """`train_step` passes a patience inside a step and 0 before it."""
+    termination = Termination()
+    assert not termination.agreed() and not termination.agreed(0)
+    termination.received = signal.SIGINT
+    assert not termination.agreed(100) and termination.agreed()
+    assert termination.received == signal.SIGINT
 
 
 def test_a_second_sigint_kills() -> None:

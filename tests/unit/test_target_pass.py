@@ -87,30 +87,22 @@ ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
 def test_elementwise_kernels_change_no_result(
     tmp_path: Path, family: str, overrides: dict[str, Any], reads_target: bool, device: str
 ) -> None:
-    """Hidden states of target and draft, the modules that run, and calls by transformers are the same."""
+    """Hidden states of target and draft, and calls by transformers, are the same."""
     model: Any = make_pair(tmp_path, family, initializer_range=0.1, num_hidden_layers=2, **overrides).to(device)
     for name, parameter in model.model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)).to(device)
     objective = Handed(lambda *inputs: inputs[:2], reads_target)
     inputs = {name: x.to(device) if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
-    counts: Counter[str] = Counter()
-    for name, module in model.model.named_modules():
-        module.register_forward_hook(lambda *_, name=name: counts.update([name]))
-
-    def run() -> tuple[Any, Counter[str]]:
-        counts.clear()
-        return model(**inputs, lags=torch.tensor([1, 5, 3]), objective=objective), counts.copy()
-
-    expected, expected_counts = run()
+    lags = torch.tensor([1, 5, 3])
+    expected = model(**inputs, lags=lags, objective=objective)
     logits = model(inputs["input_ids"]).logits
     use_kernels(model.model, model.draft_layer_class)
     forwards = [module for module in model.model.modules() if "forward" in vars(module)]
     per_layer = 6 if hasattr(model.model.layers[0].self_attn, "q_norm") else 4
     assert len(forwards) == per_layer * model.config.num_hidden_layers + 1
-    got, got_counts = run()
+    got = model(**inputs, lags=lags, objective=objective)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert {name: n for name, n in expected_counts.items() if "act_fn" not in name} == got_counts
     torch.testing.assert_close(model(inputs["input_ids"]).logits, logits, rtol=1e-4, atol=1e-5)
 
 

@@ -37,17 +37,9 @@ def test_answer_lengths_are_longbenchs() -> None:
     assert TASKS["aime24"].max_new_tokens == 20000
 
 
-def test_records_become_longbench_prompts_with_braces_left_alone(tmp_path: Path) -> None:
-    write_task(tmp_path, "repobench-p", record(context="f = {0}\n", input="g({x})\n"))
-    write_task(tmp_path, "qmsum", record(context="A: {hi}", input="Who?"))
+def test_a_problem_of_aime24_is_its_own_prompt(tmp_path: Path) -> None:
     write_task(tmp_path, "aime24", {"id": 60, "problem": "Find $\\frac{1}{2}$.", "answer": "204"})
-    (code,) = read_questions("repobench-p", tmp_path)
-    (meeting,) = read_questions("qmsum", tmp_path)
-    (riddle,) = read_questions("aime24", tmp_path)
-    assert code[1] == "Please complete the code given below. \nf = {0}\ng({x})\nNext line of code:\n"
-    assert "\n\nTranscript:\nA: {hi}\n\nNow, answer" in meeting[1]
-    assert meeting[1].endswith("in one or more sentences.\n\nQuery: Who?\nAnswer:")
-    assert riddle == ("60", "Find $\\frac{1}{2}$.")
+    assert read_questions("aime24", tmp_path) == [("60", "Find $\\frac{1}{2}$.")]
 
 
 LLAMA = ("<s>system\nYou are a helpful assistant</s>\n<s>user\n", "</s>\n<s>assistant\n")

@@ -35,12 +35,6 @@ def bos_tokenizer(eos_too=False):
     return tokenizer
 
 
-@pytest.mark.parametrize(("family", "expected"), [("llama", LLAMA), ("qwen2", QWEN2)])
-def test_the_published_format_of_each_family(family, expected):
-    assert chat_prompt("Hi {x}", family, None, "published") == expected
-    assert chat_prompt("Hi {x}", family, None, "published", "Answer:") == expected + "Answer:"
-
-
 def test_the_tokenizers_own_chat_template():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
