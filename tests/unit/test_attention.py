@@ -1,6 +1,7 @@
 """Every backend of decoding attention against one dense fp64 attention; Triton's in its interpreter without a GPU."""
 
 import importlib.util
+from collections.abc import Callable
 from itertools import cycle, product
 from typing import Any
 
@@ -136,6 +137,41 @@ def test_hybrid_equals_dense_attention(
     if device == "cuda" and backend.capturable:
         assert got.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+HUGE, SCALE = 1e4, 0.15
+SCORES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "huge of either sign": lambda prefix, tree: (prefix[::3].fill_(HUGE), prefix[1::3].fill_(-HUGE), tree.fill_(HUGE)),
+    "dominant first slot": lambda prefix, tree: prefix[:1].fill_(HUGE),
+    "dominant last slot": lambda prefix, tree: prefix[-1:].fill_(HUGE),
+    "dominant root": lambda prefix, tree: tree[0].fill_(HUGE),
+    "prefix far below tree": lambda prefix, tree: prefix.fill_(-HUGE),
+    "tree far below prefix": lambda prefix, tree: tree.fill_(-HUGE),
+}
+"""Changes of what is added to the scores of the slots of prefix and tree."""
+
+
+@pytest.mark.parametrize(("attend", "dtype"), with_backends(*((dtype,) for dtype in TOLERANCE)), indirect=["attend"])
+@pytest.mark.parametrize("kind", SCORES)
+def test_huge_scores_neither_overflow_nor_vanish(
+    kind: str, dtype: torch.dtype, attend: tuple[DecodingAttention, str]
+) -> None:
+    """Dimension 0 of queries and keys makes them. In fp32 a score of 1e4 has an ulp of 1e-3."""
+    backend, device = attend
+    for lengths, nodes in (([0, 1, 130], 33), ([65], 1)):
+        q, k, v, n = make_cache(lengths, 1, 4, nodes, 64, nodes)
+        q[..., 0] = (HUGE / SCALE) ** 0.5
+        for row, length in enumerate(lengths):
+            scores = torch.zeros(length + nodes)
+            SCORES[kind](*scores.split([length, nodes]))
+            k[row, :, : length + nodes, 0] = scores / (HUGE * SCALE) ** 0.5
+        tree_mask = some_mask(len(lengths), nodes, nodes)
+        tree_mask[:, :, 0] = True
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), SCALE)
+        got = backend.hybrid(n.to(device), tree_mask.to(device))(*(x.to(device) for x in (q, k, v)), SCALE)
+        tolerance = max(TOLERANCE[dtype], 1e-2)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
