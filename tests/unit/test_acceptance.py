@@ -23,7 +23,7 @@ from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.options import filter_values
 from longspec.inference.sampling import Sampler
 from longspec.kernels.backend import Backend
-from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
+from longspec.kernels.shared.tree import Branches, Tree, new_tree
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
@@ -298,17 +298,3 @@ def test_probabilities_follow_transformers_order_of_warpers() -> None:
     sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values(dict.fromkeys(options), config))
     expected = LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)  # type: ignore[arg-type]
     torch.testing.assert_close(sampler.probabilities(logits), expected)
-
-
-def test_the_race_keeps_improbable_paths_apart() -> None:
-    """Where a level is filled by a path of probability 1e-60, its children still come by their q, and each but once."""
-    count = 20_000
-    tree = new_tree(count, 5, sampled=True, device=torch.device("cpu"))
-    tree.scores[:, 0] = -138.0
-    q = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(count, 1, -1)
-    noise = row_sampler(1.0, count).exponentials(q)
-    Backend.grow_level(tree, slice(0, 1), 4, q.log(), None, Draws(noise, torch.empty(count, 1, 4)))
-    assert tree.arrivals[:, 4].isinf().all() and tree.arrivals[:, :4].isfinite().all()
-    assert (tree.parents[0] == torch.tensor([-1, 0, 0, 0, -1])).all()
-    share = torch.nn.functional.one_hot(tree.tokens[:, 1], 4).double().mean(0)
-    assert share.tolist() == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)

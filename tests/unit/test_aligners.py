@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from longspec.data.aligners import DEFAULT_ALIGNERS, add_id_aligner, common_form_aligner, rename_fields_aligner
+from longspec.data.aligners import DEFAULT_ALIGNERS, add_id_aligner, common_form_aligner
 from longspec.data.record_fields import check_record, check_sampling
 from longspec.data.records import KINDS, WHERE, RecordError, record_kind
 
@@ -73,14 +73,6 @@ def test_openai_turns_may_be_lists_of_text_parts():
     sample = align({"messages": turns})
     assert sample["prompt"] == [system, user, {"role": "tool", "content": "1", "name": "add"}]
     assert sample["answer"] == "1"
-
-
-def test_pairs_in_lists_are_one_conversation():
-    sample = align({"article": ["a", "b", "c"], "abstract": ["1", " ", "3"]})
-    assert (sample["id"], sample["kind"], sample["answer"]) == ("f.jsonl:3", "article", "3")
-    assert [tuple(turn.values()) for turn in sample["prompt"]] == [("user", "a"), ("assistant", "1"), ("user", "c")]
-    for empty in ([], ["", ""]):
-        assert align({"article": empty, "abstract": empty})["answer"] == ""
 
 
 def talk(turn):
@@ -164,12 +156,6 @@ def test_ids_are_kept_as_text_or_made_from_the_place():
     assert align({"text": "t", "id": 7})["id"] == "7"
     assert align({"text": "t", "id": None})["id"] == "f.jsonl:3"
     assert align({"text": "t", "_id": "x"}, [add_id_aligner("_id"), common_form_aligner()])["id"] == "x"
-
-
-def test_aligners_compose_for_records_with_other_field_names():
-    names = {"question": "problem", "reply": "solution"}
-    sample = align({"question": "q", "reply": "r"}, [rename_fields_aligner(names), *DEFAULT_ALIGNERS])
-    assert (sample["kind"], sample["prompt"], sample["answer"]) == ("problem", "q", "r")
 
 
 def test_the_choices_of_a_question_are_no_options_of_its_answer() -> None:

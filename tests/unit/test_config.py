@@ -11,7 +11,6 @@ from typing import get_type_hints
 import deepspeed
 import pytest
 import torch
-from huggingface_hub import constants
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pairs import make_pair, tiny_config
@@ -260,15 +259,6 @@ def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: P
     for name, draft in (("target", None), ("pair", str(tmp_path / "pair" / "draft"))):
         located = locate(replace(config, model_name_or_path=str(tmp_path / name)))
         assert located.draft_model_name_or_path == draft
-    repo = tmp_path / "cache" / "models--someone--pair"  # as the hub's client leaves it
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("0" * 40)
-    (repo / "snapshots").mkdir()
-    (tmp_path / "pair").rename(repo / "snapshots" / ("0" * 40))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        located = locate(replace(config, model_name_or_path="someone/pair"))
-    assert located.draft_model_name_or_path == str(repo / "snapshots" / ("0" * 40) / "draft")
     with pytest.raises(UserError, match="no/folder/there: no model checkpoint"):
         locate(replace(config, model_name_or_path="no/folder/there"))
     given = replace(config, model_name_or_path=str(tmp_path / "pair"), draft_model_name_or_path="given.pth")

@@ -111,14 +111,6 @@ def test_only_answers_are_scored(load: Any, tmp_path: Path) -> None:
         assert (trained[1:] != IGNORED).all()
 
 
-def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
-    config = load("evaluation.rows=null")
-    inputs = read_inputs(config)
-    answers = iter([False, True])
-    evaluation = Evaluation(config, engine_of(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
-    assert evaluation.run(SimpleNamespace(agreed=lambda: next(answers))) == {}  # type: ignore[arg-type]
-
-
 def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:
     """Rows without a single chain are refused in one line."""
     answers = write_answers(tmp_path / "answers.jsonl", count=7)

@@ -26,7 +26,6 @@ from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
 from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import TrainConfig
-from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
@@ -289,20 +288,3 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
     log.step({"step": 4, "loss": 1.0})
     log.close()
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
-
-
-COMMITS = ("a" * 40, "b" * 40)
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "message"),
-    [
-        (["x 1"], ["x 1", "z 3"], "z was added (1 files then, 2 now)"),
-        ([f"org/t {COMMITS[0]}"], [f"org/t {COMMITS[1]}"], f"`hf download org/t --revision {COMMITS[0]}`"),
-        ([f"org/t {COMMITS[0]}"], [f"/cache/snapshots/{COMMITS[0]} {COMMITS[0]}"], ""),
-    ],
-)
-def test_changed_files_and_commits_are_named(before: list[str], now: list[str], message: str) -> None:
-    old, new = ([line.split() for line in lines] for lines in (before, now))
-    differences = changes(Contents(target=old), Contents(target=new))
-    assert message in "".join(differences) and bool(differences) is bool(message)

@@ -140,17 +140,11 @@ def test_ranks_in_decoding_share_a_target_whole_or_in_parts(tmp_path: Path) -> N
 
 
 def test_damaged_and_foreign_weights_leave_nothing(tmp_path: Path) -> None:
-    """A cut-off file, a file the index names but nobody has, and a quantised weight: one line, and no output."""
+    """A cut-off file and quantized weights: one line, and no output."""
     source, output = save_target(tmp_path / "target", "llama"), tmp_path / "split"
     good = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(good[:1000])
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
-        split_target(source, output, 2)
-    (source / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="no model checkpoint"):
-        split_target(source, output, 2)
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(UserError, match=r"gone\.safetensors is missing"):
         split_target(source, output, 2)
     save_file({"model.layers.0.mlp.up_proj.qweight": torch.ones(2, 2)}, source / "model.safetensors")
     with pytest.raises(UserError, match="qweight: not a weight of a supported target"):
