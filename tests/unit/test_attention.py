@@ -258,17 +258,6 @@ def test_prefill_chunk_is_causal_up_to_its_end(
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_cpu_takes_every_float_dtype(dtype: torch.dtype) -> None:
-    q, k, v, n = (x.to(dtype) if x.is_floating_point() else x for x in make_cache([50, 0], 2, 2, 3, 64, 3))
-    tree_mask = torch.ones(2, 3, 3, dtype=torch.bool).tril()
-    got = choose_backend("auto", torch.device("cpu"), dtype, 64).attention.hybrid(n, tree_mask)(q, k, v, 0.1)
-    expected = dense(q, k, v, hybrid_mask(n, tree_mask, k.shape[2]), 0.1)
-    tolerance = 2 * torch.finfo(dtype).eps
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
 def test_masked_equals_dense_attention(

@@ -202,9 +202,8 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
     assert step_of(tmp_path / "checkpoint-earlier-1") == 4444
     for name in STATES[1:]:
         (tmp_path / name / "sub" / "content").write_text("?")
-    with pytest.raises(UserError, match=r"last_ds/sub/content has 1 bytes.*last_2ds/sub/content has 1 bytes") as error:
+    with pytest.raises(UserError, match=r"last_ds/sub/content has 1 bytes.*last_2ds/sub/content has 1 bytes"):
         find_latest(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def save_twice(output: Path, first: int, run: Run) -> None:
@@ -283,9 +282,8 @@ class FullDisk:
 )
 def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, one_rank: None, tmp_path: Path) -> None:
     write_pairs(tmp_path, None, 2, 1)
-    with pytest.raises(UserError, match=r"step 3 could not be written.*MiB are free.*resume=latest") as said:
+    with pytest.raises(UserError, match=r"step 3 could not be written.*MiB are free.*resume=latest.*\Z"):
         save_checkpoint(FullDisk(error), None, stored_config(output_dir=str(tmp_path)), progress(3), ANY_RUN)
-    assert "\n" not in str(said.value)
     assert find_latest(tmp_path) == (tmp_path / "last_ds", progress(2))
     complete_saves(tmp_path)
     assert whole_folders(tmp_path) == [("checkpoint-2last", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
@@ -353,9 +351,8 @@ def test_going_on_with_other_settings_is_refused_by_key(tmp_path: Path) -> None:
     check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, 2, Contents())
     others = {"seed": "7", "loss": "mixed", "variant.name": "base", "data.pack": "false", "learning_rate": "0.5"}
     for key, value in others.items():
-        with pytest.raises(UserError, match=f"of another run: {key}") as error:
+        with pytest.raises(UserError, match=f"of another run: {key}"):
             check_same_run(stored_config(**{key: value}), tmp_path, 2, Contents())
-        assert "\n" not in str(error.value)
 
 
 def test_the_same_rows_may_be_cut_otherwise_and_it_is_said_what_is_lost(

@@ -159,9 +159,8 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
     save_draft_folder(
         state, tiny_config("llama", num_hidden_layers=4), tmp_path / "draft", DraftOptions(64, (2,), True)
     )
-    with pytest.raises(UserError, match="/draft: the draft's kv_layers contain layer 2, but this target of 3") as error:
+    with pytest.raises(UserError, match="/draft: the draft's kv_layers contain layer 2, but this target of 3"):
         check_draft(tmp_path / "draft", tiny_config("llama"), LlamaGlideDecoderLayer)
-    assert "\n" not in str(error.value)
     assert check_draft(tmp_path / "draft", tiny_config("llama", num_hidden_layers=4), LlamaGlideDecoderLayer)
 
 
@@ -177,9 +176,8 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
 def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, message: str) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
     (folder / "config.json").write_text("{" + stated + "}")
-    with pytest.raises(UserError, match=f"{folder}: {message}: must be") as error:
+    with pytest.raises(UserError, match=f"{folder}: {message}: must be"):
         draft_settings(folder)
-    assert "\n" not in str(error.value)
 
 
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:

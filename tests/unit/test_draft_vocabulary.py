@@ -54,9 +54,8 @@ def test_a_list_that_does_not_fit_is_refused(pair: GlideMixin, problem: str, tmp
     state = {name: weight.clone() for name, weight in pair.draft_model.state_dict().items()}
     BAD[problem](state)
     torch.save(state, tmp_path / "draft.pth")
-    with pytest.raises(UserError, match=rf"draft\.pth: the draft does not fit the target: {problem}") as refusal:
+    with pytest.raises(UserError, match=rf"draft\.pth: the draft does not fit the target: {problem}"):
         check_draft(tmp_path / "draft.pth", tiny_config("llama"), LlamaGlideDecoderLayer)
-    assert "\n" not in str(refusal.value)
 
 
 def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin, tmp_path: Path) -> None:

@@ -202,25 +202,6 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         pass
 
 
-def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    started, child_started = os.pipe()
-    with locked(tmp_path):
-        child = os.fork()
-        if not child:
-            os.close(writing)
-            os.write(child_started, b"1")
-            os.read(reading, 1)
-            os._exit(0)
-        os.read(started, 1)  # only then has the child run what is registered for it
-    with locked(tmp_path):
-        pass
-    os.close(writing)
-    os.waitpid(child, 0)
-    for descriptor in (reading, started, child_started):
-        os.close(descriptor)
-
-
 def test_an_interrupted_evaluation_is_repeated_on_resume(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
