@@ -37,7 +37,6 @@ from longspec.inference.engine.requests import (
 )
 from longspec.inference.request import Rule, Sampling
 from longspec.inference.server.app import build_app
-from longspec.inference.server.errors import ApiError
 from longspec.inference.server.known_fields import MESSAGE_FIELDS, MESSAGE_HINTS, REQUEST_FIELDS, REQUEST_HINTS, UNSET
 from longspec.inference.server.limits import BodyLimit, Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
@@ -213,14 +212,6 @@ def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeyp
     tokenizer.chat_template = "{{ 9 // (messages | length - 1) }}"
     error = chat(client, 400, messages=[{"role": "user", "content": "a"}])["error"]
     assert "ZeroDivisionError" in error["message"] and error["param"] == "messages"
-
-
-def test_a_text_without_tokens_is_refused() -> None:
-    """Some tokenizers strip spaces."""
-    served = ServedModel(NAME, "tree", TOKENIZER, lambda prompts: [[] for _ in prompts], frozenset(), POSITIONS, 9)
-    with pytest.raises(ApiError, match="no token") as refused:
-        served.requests(CompletionRequest(prompt=" "), LIMITS)  # type: ignore[arg-type]
-    assert refused.value.status == 400
 
 
 def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Script) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from longspec.errors import UserError
 from longspec.ranks.agreement import ALONE
-from longspec.ranks.replicas import joined_replicas
 from longspec.train.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,15 +32,6 @@ def test_an_environment_of_no_launch_is_one_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=problem):
         start_ranks()
-
-
-def test_a_command_without_a_launcher_leaves_no_trace_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that it starts would take themselves for ranks."""
-    for name in ALONE:
-        monkeypatch.delenv(name, raising=False)
-    with joined_replicas() as alone:
-        assert (alone.rank, alone.size) == (0, 1)
-    assert not ALONE.keys() & os.environ.keys()
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
