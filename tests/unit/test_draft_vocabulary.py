@@ -58,7 +58,7 @@ def test_a_list_that_does_not_fit_is_refused(pair: GlideMixin, problem: str, tmp
         check_draft(tmp_path / "draft.pth", tiny_config("llama"), LlamaGlideDecoderLayer)
 
 
-def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin, tmp_path: Path) -> None:
+def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin) -> None:
     fresh = LlamaGlide.from_pretrained(pair.name_or_path, draft_vocabulary=[9, 0, 60, 4, 3])
     assert torch.equal(fresh.draft_model.vocabulary, TOKENS)
     for tokens in ([], [1, 1], [61], [-1], [0.5], 5):

@@ -178,9 +178,7 @@ def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) 
         assert tokenizer.decode(reference.encode(sentence)) == sentence
 
 
-def test_a_file_is_converted_once_and_a_damaged_copy_again(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_converted_once_and_a_damaged_copy_again(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     folder = Path(resolve_target(str(file)))
@@ -250,9 +248,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, byt
     return tmp_path / "site", content
 
 
-def test_a_target_in_parts_is_joined_and_the_wheels_may_go(
-    packaged: tuple[Path, bytes], own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_in_parts_is_joined_and_the_wheels_may_go(packaged: tuple[Path, bytes]) -> None:
     site, content = packaged
     cuts = [content[:1000], content[1000:1001], content[1001:]]
     for package, part in zip(PACKAGED[QWEN_CODER].packages, cuts, strict=True):

@@ -250,7 +250,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     assert "nothing left to do" in caplog.text and (cut / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_line_of_the_metrics(work: Path) -> None:
     """The disk is full when lines of a lost step are cut off, or when new lines are written."""
     config, path = configured(work), work / "out" / "metrics.jsonl"
     before = path.read_bytes()

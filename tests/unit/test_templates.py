@@ -12,10 +12,6 @@ from longspec.errors import UserError
 from longspec.models.target_files import set_template_arguments
 
 LLAMA = "<s>system\nYou are a helpful assistant</s>\n<s>user\nHi {x}</s>\n<s>assistant\n"
-QWEN2 = (
-    "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
-    "<|im_start|>user\nHi {x}<|im_end|>\n<|im_start|>assistant\n"
-)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

@@ -87,15 +87,6 @@ def check_same(got: Tree, expected: Tree) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_nodes_with_logits_get_children(device: str) -> None:
-    """The two first of five nodes; the level starts after all five."""
-    logits = random_logits(2, 2, 300)
-    tree, above = half_grown(2, 5, 4, False)
-    got = check_level(tree, above, 4, logits, 1.0, False, device)
-    assert set(got.parents[:, above.stop :].flatten().tolist()) == {3, 4}
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "temperature", "dtype"),
