@@ -383,9 +383,8 @@ def test_drafts_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, An
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
-    for options, message in (({"steps": 0}, "steps: 0"), ({"depth": 3}, "depth: eagle3 has no such option")):
-        with pytest.raises(UserError, match=message):
-            Eagle3Options.checked(options)
+    with pytest.raises(UserError, match="depth: eagle3 has no such option"):
+        Eagle3Options.checked({"depth": 3})
     target = save_target(tmp_path, "llama")
     with pytest.raises(UserError, match="window: an option of GLIDE"):
         GLIDE["llama"].from_pretrained(target, architecture="eagle3", window=64)

@@ -108,10 +108,6 @@ def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: s
     (tmp_path / "prompts.json").write_text(content)
     with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}"):
         read_prompt(tmp_path / "prompts.json", "lcc")
-    with pytest.raises(
-        UserError, match=r"nowhere\.json is not a readable JSON file \{task: prompt\} \(No such file or directory\)$"
-    ):
-        read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
 def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> None:

@@ -23,7 +23,6 @@ from longspec.models.draft_saving import save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import load_tokenizer, read_config
-from longspec.models.weight_checks import check_weights
 from longspec.train.config import read_config_file
 from longspec.train.inputs import _make_aligner
 from longspec.untrusted import CONFIG_BYTES, YAML_BYTES
@@ -282,13 +281,6 @@ def test_a_broken_file_is_one_clear_line(target: Path, run: Path, file: str, tex
     else:
         refusal(lambda: LlamaGlide.from_pretrained(target), target)
         refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
-
-
-def test_what_is_no_target_says_what_it_is(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
-    assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
-    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert "git lfs pull" in refusal(lambda: check_weights(target, tiny_config("llama")), target / "model.safetensors")
 
 
 def test_a_saved_draft_replaces_a_link_and_does_not_write_through_it(pair: Path, tmp_path: Path) -> None:
