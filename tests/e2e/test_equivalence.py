@@ -3,7 +3,7 @@
 Twelve steps of four rows on the same tiny pair and the same order of data, each against one rank with ZeRO-1 in fp32
 and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
 rank. Every run goes through tests/watched_run.py: on each rank only the draft has gradients, and not a byte of the
-target changes. (The row "fused or plain loss" needs no launcher: tests/unit/test_trainer.py.)
+target changes. (The row "fused or plain loss" needs no launcher: tests/unit/test_loss.py.)
 
 In fp32 a setting changes nothing but the order of sums: measured on two CPU cores, 2e-7 of the losses and 5e-7 of
 the way from the fresh draft to the last. In bf16 the target, the draft's activations and the weights that are saved

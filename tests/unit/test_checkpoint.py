@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from training_fixtures import ROOT
 
 from longspec.errors import UserError
-from longspec.train import generations, markers
+from longspec.train import generations
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
 from longspec.train.config_schema import TrainConfig
@@ -207,9 +207,8 @@ def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, ca
     assert step_of(tmp_path / "checkpoint-earlier-1") == 4444
     for name in STATES[1:]:
         (tmp_path / name / "sub" / "content").write_text("?")
-    with pytest.raises(UserError, match=r"last_ds/sub/content is not.*last_2ds/sub/content is not") as error:
+    with pytest.raises(UserError, match=r"last_ds/sub/content is not.*last_2ds/sub/content is not"):
         find_latest(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def save_twice(output: Path, first: int, run: Run, overwrite: bool = False) -> None:
@@ -270,16 +269,6 @@ def test_any_complete_draft_is_found_and_the_newest_whole_one_taken(
     assert "checkpoint-last/sub/content is not the file that was saved" in caplog.text
 
 
-def test_a_file_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(folder: Path, _: object) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(folder / "content"))
-
-    write(tmp_path / "last_ds", 4)
-    monkeypatch.setattr(markers, "_describe", broken)
-    with pytest.raises(UserError, match=r"content cannot be read .*Input/output error"):
-        find_latest(tmp_path)
-
-
 class FullDisk:
     """An engine whose shard does not fit on the disk."""
 
@@ -297,9 +286,7 @@ class FullDisk:
     [
         OSError(errno.ENOSPC, "No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:783] . PytorchStreamWriter failed writing file data/3"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 6848 vs 6742"),
         Exception("No space left on device (os error 28)"),
-        OSError(errno.EROFS, "Read-only file system"),
     ],
 )
 def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, one_rank: None, tmp_path: Path) -> None:
@@ -371,9 +358,8 @@ def test_going_on_with_other_settings_is_refused_by_key(tmp_path: Path) -> None:
     check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, 2, Contents())
     others = {"seed": "7", "loss": "mixed", "variant.name": "base", "data.pack": "false", "learning_rate": "0.5"}
     for key, value in others.items():
-        with pytest.raises(UserError, match=f"of another run: {key}") as error:
+        with pytest.raises(UserError, match=f"of another run: {key}"):
             check_same_run(stored_config(**{key: value}), tmp_path, 2, Contents())
-        assert "\n" not in str(error.value)
 
 
 def test_the_same_rows_may_be_cut_otherwise(tmp_path: Path) -> None:

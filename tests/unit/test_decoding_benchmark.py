@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import parts
 from benchmarks.acceptance import key, read_acceptance
-from benchmarks.decoding import filled_batch, settings
+from benchmarks.decoding import filled_batch
 from benchmarks.parts import parts_of_round
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
@@ -71,20 +71,3 @@ def test_the_committed_experiment_has_the_figures_of_the_documented_trees() -> N
     whole, part = OPTIONS | {"tree_shape": DEFAULT_SHAPE}, OPTIONS | {"tree_shape": DEFAULT_SHAPE, "tree_nodes": 32}
     assert 1 < lengths[key("tree", whole | {"temperature": 1.0})] < lengths[key("tree", whole)] < 6
     assert 1 < lengths[key("tree", part)] < lengths[key("tree", whole)]
-
-
-def test_options_with_several_values_are_combined_where_they_apply(pair: GlideMixin) -> None:
-    options = {"contexts": [40], "batches": [2], "batch_context": 80, "methods": ["vanilla", "seq", "tree"]}
-    lists = {"temperature": [0.0, 1.0], "tree_nodes": [0, 4], "draft_vocabulary": [0, 9]}
-    found = []
-    for lengths, setting in settings(Namespace(**options | lists), pair):
-        vocabulary = pair.draft_model.vocabulary
-        size = 0 if vocabulary is None else len(vocabulary)
-        found.append((len(lengths), setting.method, setting.temperature, setting.tree_nodes, size))
-    pair.draft_model.set_vocabulary(None)
-    both = [(temperature, size) for size in (0, 9) for temperature in (0.0, 1.0)]
-    trees = [(rows, "tree", t, nodes, size) for rows in (1, 2) for t, size in both for nodes in (None, 4)]
-    chains = [(1, "seq", t, None, size) for t, size in both]
-    assert sorted(found, key=str) == sorted(
-        [*trees, *chains, *((rows, "vanilla", t, None, 0) for rows in (1, 2) for t in (0.0, 1.0))], key=str
-    )

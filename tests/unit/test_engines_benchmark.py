@@ -2,7 +2,6 @@
 
 import os
 import select
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,31 +54,6 @@ def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
     text = engines.table(rows, ["chat"], [8]).splitlines()
     assert text[3] == "| sglang | glide | defaults | 1,234 | 5 | 1/2 |"
     assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
-
-
-@pytest.mark.parametrize(("end", "error"), [("exit 3", "exit status 3"), ("sleep 60", "no end within 2 s")])
-def test_a_run_that_fails_has_an_error(tmp_path: Path, end: str, error: str, capfd: pytest.CaptureFixture[str]) -> None:
-    python = script(tmp_path, f"echo 'ValueError: one' >&2\n{end}")
-    assert engines.run_alone(run_of(), str(python), limit=2) == {"error": error}
-    assert "ValueError: one" in capfd.readouterr().err
-
-
-def test_only_the_result_of_a_run_is_read(tmp_path: Path) -> None:
-    """Engines log to stdout, and vLLM's process does so after the end of its engine's."""
-    engine = """
-import atexit, os
-from benchmarks import engine_runs
-def start(run):
-    print("INFO starts", flush=True)
-    atexit.register(os.system, "echo INFO ends")
-    return lambda prompts, tokens: [[1] * tokens for _ in prompts]
-engine_runs.ENGINES["ours"] = start
-engine_runs.main()
-"""
-    (tmp_path / "engine.py").write_text(engine)
-    python = script(tmp_path, f"PYTHONPATH=. exec {sys.executable} {tmp_path}/engine.py")
-    result = engines.run_alone(run_of(), str(python), limit=60)
-    assert list(result["single"]) == ["chat", "4k"] and len(result["answers"]) == 6
 
 
 def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:

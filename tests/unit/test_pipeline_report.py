@@ -1,11 +1,8 @@
 """The summary of a report, and the last line of the command."""
 
-from pathlib import Path
-
 import pandas
 import pytest
 
-from longspec.pipeline import report
 from longspec.pipeline.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
 from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples
@@ -43,14 +40,3 @@ def test_a_draft_slower_than_lookup_is_said_to_be(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(SPEEDS, "tree", 12)
     bad = verdict(samples({"lcc": 6}, {"lcc": 0}))
     assert bad.startswith("The draft is slower than prompt lookup") and "0.80 ± 0.00 x" in bad and "--text" in bad
-
-
-@pytest.mark.parametrize("outputs", [LEAST_OUTPUTS, 1])
-def test_bars_are_those_of_tasks_with_enough_outputs(
-    outputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = []
-    monkeypatch.setattr(report.pyplot, "close", drawn.append)
-    report.draw_tokens_per_second(samples({"lcc": outputs}, {"lcc": 0}), tmp_path / "bars.png")
-    heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
-    assert heights == pytest.approx(list(SPEEDS.values()) if outputs == LEAST_OUTPUTS else [])

@@ -154,17 +154,6 @@ def test_a_complete_line_of_something_else_is_refused(tmp_path: Path, line: str)
         opened(tmp_path)
 
 
-def test_any_text_is_an_id(tmp_path: Path) -> None:
-    """Lone surrogates have no UTF-8; U+2028 and the like end lines for some readers."""
-    ids = ["\ud800", "../../x", "a\nb", "\u2028\x85", "\0", "ä", ""]
-    report = opened(tmp_path)
-    for first, name in enumerate(ids):
-        report.add(sample_line(*result(name, 1), stats([0], 0, [0]), first))
-    raw = (tmp_path / SAMPLES_NAME).read_bytes().split(b"\n")[:-1]
-    assert [json.loads(line.decode())["id"] for line in raw] == ids
-    assert opened(tmp_path).done == set(range(len(ids)))
-
-
 def test_a_full_disk_leaves_the_lines_that_are_there(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: part of the next line fits."""
     report = opened(tmp_path)

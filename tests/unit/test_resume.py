@@ -32,7 +32,6 @@ from longspec.train.logging import RunLog
 from longspec.train.markers import Contents, damage, read_marker
 from longspec.train.resume import changes
 from longspec.train.run import train, warn_of_few_steps
-from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -198,25 +197,6 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         pass
 
 
-def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    started, child_started = os.pipe()
-    with locked(tmp_path):
-        child = os.fork()
-        if not child:
-            os.close(writing)
-            os.write(child_started, b"1")
-            os.read(reading, 1)
-            os._exit(0)
-        os.read(started, 1)  # only then has the child run what is registered for it
-    with locked(tmp_path):
-        pass
-    os.close(writing)
-    os.waitpid(child, 0)
-    for descriptor in (reading, started, child_started):
-        os.close(descriptor)
-
-
 def test_an_interrupted_evaluation_is_repeated_on_resume(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,31 +243,6 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     before = (cut / "metrics.jsonl").read_bytes()
     train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
     assert "nothing left to do" in caplog.text and (cut / "metrics.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("linked", [True, False])
-def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
-    work: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
-) -> None:
-    """A folder that is deleted during the run is created again; the target of a link is not."""
-    disk = output = work / "disk"
-    if linked:
-        disk.mkdir()
-        output = work / "linked"
-        output.symlink_to(disk)
-    step = OptimizerSteps.take
-
-    def delete(self: OptimizerSteps, number: int, *args: Any) -> Any:
-        if number == 2:
-            shutil.rmtree(disk)
-            if linked:
-                disk.mkdir()
-        return step(self, number, *args)
-
-    monkeypatch.setattr(OptimizerSteps, "take", delete)
-    train(configured(work, f"output_dir={output}"), Termination())
-    assert find_latest(disk)[1].step == STEPS and (disk / "checkpoint-last").is_dir()  # type: ignore[index]
-    assert not linked or [line["step"] for line in metrics(disk)] == [2]
 
 
 def test_a_full_disk_loses_no_line_that_was_written(work: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,10 +12,6 @@ from longspec.errors import UserError
 from longspec.models.target_files import set_template_arguments
 
 LLAMA = "<s>system\nYou are a helpful assistant</s>\n<s>user\nHi {x}</s>\n<s>assistant\n"
-QWEN2 = (
-    "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
-    "<|im_start|>user\nHi {x}<|im_end|>\n<|im_start|>assistant\n"
-)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -35,12 +31,6 @@ def bos_tokenizer(eos_too=False):
     return tokenizer
 
 
-@pytest.mark.parametrize(("family", "expected"), [("llama", LLAMA), ("qwen2", QWEN2)])
-def test_the_published_format_of_each_family(family, expected):
-    assert chat_prompt("Hi {x}", family, None, "published") == expected
-    assert chat_prompt("Hi {x}", family, None, "published", "Answer:") == expected + "Answer:"
-
-
 def test_the_tokenizers_own_chat_template():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -56,7 +46,6 @@ def test_the_tokenizers_own_chat_template():
     [
         ("{{ raise_exception('only users') }}", r"\(only users\)"),
         ("{{ 9 // (messages | length - 1) }}", "ZeroDivisionError"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{% if %}", "TemplateSyntaxError"),
     ],
 )

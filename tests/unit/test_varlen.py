@@ -102,38 +102,3 @@ def test_block_attention_equals_dense_attention(lengths: list[int], attention: t
         device,
         learn=1,
     )
-
-
-def test_bounds_that_miss_tokens_are_refused() -> None:
-    q, k, v = make_inputs([5, 5])
-    with pytest.raises(ValueError, match="from 0 to 10 tokens"):
-        attention_of(q).varlen(q, k, v, segments_of([5]), 0.3)
-
-
-def saved_bytes(attend, tokens: int) -> int:
-    """Bytes of the distinct storages that autograd saves for backward."""
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    q, k, v = (x.requires_grad_() for x in make_inputs([tokens], 1, 1))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = attend(q, k, v, [tokens])
-    total = sum(storages.values())
-    del out  # it kept the storages, and so their addresses, alive until here
-    return total
-
-
-@pytest.mark.parametrize(
-    "attend",
-    [
-        lambda q, k, v, lengths: attention_of(q).varlen(q, k, v, segments_of(lengths), 0.3, window=128),
-        lambda q, k, v, lengths: attention_of(q).varlen(q, k, v, segments_of(lengths, [2]), 0.3),
-        lambda q, k, v, lengths: attention_of(q).block(q, k, v, segments_of(lengths), 0.3),
-    ],
-    ids=["window", "lag", "block"],
-)
-def test_memory_kept_for_backward_grows_linearly(attend) -> None:
-    assert saved_bytes(attend, 4096) < 2.4 * saved_bytes(attend, 2048)

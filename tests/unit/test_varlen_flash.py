@@ -14,41 +14,6 @@ from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.varlen_flash import FlashAttention
 
 
-@pytest.mark.parametrize(
-    ("changes", "used"),
-    [
-        ({}, "forward only"),
-        ({"dtype": torch.float16}, "torch"),
-        ({"window": 4}, "torch"),
-        ({"lags": [1]}, "torch"),
-        ({"learns": True}, "torch"),
-        ({"learns": True, "use_flash": True}, "installed"),
-        ({"use_flash": True}, "forward only"),
-    ],
-)
-def test_the_forward_of_fa3_runs_only_the_targets_pass(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], used: str
-) -> None:
-    """It has neither window nor backward and takes bf16 only; where it applies, it is the fastest."""
-    calls: list[str] = []
-
-    def kernel(name: str) -> Callable[..., tuple[Tensor, ...]]:
-        def run(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
-            calls.append(name)
-            return q, q, q, q
-
-        return run
-
-    monkeypatch.setattr(varlen_flash, "_forward_only", lambda device: kernel("forward only"))
-    monkeypatch.setattr(varlen_flash, "_installed_varlen", lambda: kernel("installed"))
-    monkeypatch.setattr(varlen_flash, "_forward", kernel("torch"))
-    q, k, v = (x.to(changes.get("dtype", torch.bfloat16)) for x in make_inputs([9]))
-    q.requires_grad_(changes.get("learns", False))
-    segments = segments_of([9], changes.get("lags"))
-    FlashAttention(changes.get("use_flash", False)).varlen(q, k, v, segments, 0.3, changes.get("window"))
-    assert calls == [used]
-
-
 def test_torchs_kernel_is_called_with_its_schema() -> None:
     """On meta tensors: the operations exist, take these arguments and return tensors of the expected shapes."""
     lengths = [30, 4, 50]
@@ -138,18 +103,3 @@ def test_the_flash_attn_package_equals_the_reference(lengths: list[int], head_di
 
         mask = reference.causal_mask(segments_of(lengths, lag), window)
         agree_on_gpu(lengths, mask, attend, torch.bfloat16, head_dim)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("lengths", "head_dim"), PACKAGE_SHAPES)
-def test_the_fa3_package_equals_the_reference_in_the_targets_pass(lengths: list[int], head_dim: int) -> None:
-    package = pytest.importorskip("fa3_fwd_interface")
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    assert varlen_flash._forward_only(torch.device("cuda")) is package.flash_attn_varlen_func
-    inputs = [x.bfloat16() for x in make_inputs(lengths, 8, 2, head_dim)]
-    segments = segments_of(lengths, device="cuda")
-    got = FlashAttention(False).varlen(*(x.cuda() for x in inputs), segments, 0.125, None)
-    exact = [x.double() for x in inputs]
-    expected = reference.dense_attention(*exact, reference.causal_mask(segments_of(lengths)), 0.125)
-    torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
