@@ -89,26 +89,16 @@ def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Runn
     assert len(set(alone[5])) == 2  # the choices of one sampled request differ
 
 
-def test_errors_are_openais(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="room for 4096 tokens"):
-        complete(client, "a", max_tokens=4096)
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty: Input should be less than"):
-        complete(client, "a", frequency_penalty=3.0)
-    with pytest.raises(openai.NotFoundError, match="not served here"):
-        complete(client, "a", model="other")
-
-
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_closed_connection_frees_its_row(server: Running, stream: bool) -> None:
+def test_a_closed_connection_frees_its_row(server: Running) -> None:
     """Long before the answer would have ended."""
     before = server.scheduler.snapshot()
-    body = json.dumps({"prompt": "ab", "max_tokens": 4000, "temperature": 0, "stream": stream}).encode()
+    body = json.dumps({"prompt": "ab", "max_tokens": 4000, "temperature": 0}).encode()
     parts = urlsplit(server.url)
     with socket.create_connection((parts.hostname, parts.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
@@ -197,10 +187,8 @@ def test_lm_eval_scores_choices_as_transformers_does(evaluate: Callable[..., Any
     }
     records = [{"question": f"{prompt} Answer:", "gold": number % 4} for number, prompt in enumerate(PROMPTS)]
     ours, theirs = (evaluate(records, model, **settings) for model in ("local-completions", "hf"))
-    found, expected = (
-        [response[0] for sample in result["samples"]["tiny"] for response in sample["resps"]]
-        for result in (ours, theirs)
-    )
+    answers = ([sample["resps"] for sample in result["samples"]["tiny"]] for result in (ours, theirs))
+    found, expected = ([response[0] for responses in one for response in responses] for one in answers)
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     for metric in ("acc,none", "acc_norm,none"):
