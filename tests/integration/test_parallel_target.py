@@ -23,7 +23,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GQA": (LlamaGlide, {"vocab_size": 61}),
     "tied, MHA": (LlamaGlide, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "biases of all products": (LlamaGlide, {"attention_bias": True, "mlp_bias": True}),
-    "head_dim": (Qwen2Glide, {"head_dim": 16, "hidden_size": 48, "vocab_size": 62}),
     "pad token of the other rank": (Qwen2Glide, {"tie_word_embeddings": True, "pad_token_id": 60}),
     "norms of heads": (Qwen3Glide, {"vocab_size": 62}),
     "Mistral": (MistralGlide, {"head_dim": 6, "tie_word_embeddings": True}),

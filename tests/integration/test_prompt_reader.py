@@ -13,7 +13,7 @@ from longspec.inference.fused_runner import make_runner
 pytestmark = pytest.mark.gpu
 CAPACITY, LARGEST = 512, 64
 CHUNKS = {2: (64, 40, 3, 1, 64), 0: (1,), 1: (57, *[64] * 7)}
-"""Lengths of the chunks by row. The last one of row 1 ends 7 slots before the row does."""
+"""Lengths of the chunks by row. The last one of row 1 ends 7 slots before the row does: padding would go past it."""
 
 
 @torch.no_grad()
@@ -43,21 +43,3 @@ def test_captured_chunks_equal_eager_ones(tmp_path: Path) -> None:
         torch.testing.assert_close(store, expected, atol=5e-2, rtol=5e-2)
         for row, counts in CHUNKS.items():
             assert not store[:, row, :, sum(counts) :].any(), "padding was stored"
-
-
-@torch.no_grad()
-def test_a_chunk_at_the_end_of_a_row_is_read_without_padding(tmp_path: Path) -> None:
-    """Padding would go past the row's last slot and the last position of the rotary table."""
-    model = make_pair(tmp_path, dtype=torch.bfloat16, hidden_size=128).cuda()
-    runner = make_runner(model, "auto", compiled=True)
-    if runner.attention.name != "flash":
-        pytest.skip("needs FlashAttention-3")
-    runner.prepare(CAPACITY)
-    reader = PromptReader(runner, TargetCache(runner.config, 1, CAPACITY, runner.dtype, runner.device), LARGEST)
-    reader.capture()
-    replays: list[int] = []
-    reader._passes = {size: lambda size=size: replays.append(size) for size in reader._passes}  # type: ignore[misc]
-    tokens = torch.zeros(1, 9, dtype=torch.long, device="cuda")
-    row = slice(0, 1)
-    assert reader.read(row, tokens, CAPACITY - 16, [CAPACITY - 7]) is None and replays == [16]
-    assert reader.read(row, tokens, CAPACITY - 15, [CAPACITY - 6]) is not None and replays == [16]

@@ -86,10 +86,6 @@ def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp
     assert stdout.count("9 prompts kept") == stdout.count("written to") == 1
     assert [line["token_ids"] for line in lines_of(shared)] == expected
 
-    code, stdout, lines = launch("", *line[:-1], "3")
-    assert (code, stdout) == (2, "")
-    assert len(lines) == 1 and lines[0].startswith("error: --tp_size 3: this launch has 2 processes"), lines
-
 
 def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
@@ -98,8 +94,6 @@ def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
     assert ran.code == 0, ran.stderr[-4000:]
     pair = open_pair(PairOptions(str(target), device="cpu"), "lookup")
     output = pair.generate(pair.encode(["x = 1", "y = 22"]), SamplingOptions(6))
-    expected = [
-        pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for tokens in output.new_tokens
-    ]
+    own = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    expected = [pair.tokenizer.decode(tokens, **own) for tokens in output.new_tokens]
     assert [json.loads(line)["text"] for line in ran.stdout.splitlines()] == expected
