@@ -4,20 +4,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from training_fixtures import ROOT, metrics
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def silent_server() -> Iterator[int]:
-    """The port of one that lets everybody connect and never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
 
 
 def logged(output: Path, **environment: str) -> str:
@@ -39,14 +31,9 @@ def logged(output: Path, **environment: str) -> str:
     return run.stderr
 
 
-def test_nobody_is_logged_in(tmp_path: Path) -> None:
-    assert "nobody is logged in, so this run is logged offline" in logged(tmp_path)
-
-
-def test_the_server_takes_the_connection_and_never_answers(silent_server: int, tmp_path: Path) -> None:
-    given = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent_server}", "WANDB_API_KEY": "a" * 40}
-    assert "this run is logged offline" in logged(tmp_path, **given)
-
-
-def test_a_malformed_key(tmp_path: Path) -> None:
-    assert "this run is logged offline" in logged(tmp_path, WANDB_API_KEY="short")
+@pytest.mark.parametrize("key", ["", "short", "a" * 40], ids=["nobody is logged in", "malformed", "no answer"])
+def test_a_run_is_logged_offline(key: str, tmp_path: Path) -> None:
+    """The server takes the connection and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "WANDB_API_KEY": key}
+        assert "this run is logged offline" in logged(tmp_path, **given if key else {})

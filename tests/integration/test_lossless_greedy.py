@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle, product
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from oracles import Oracle, Plan, passes_of
-from pairs import FAMILIES, GLIDE, OPTIONS, tiny_config
+from pairs import FAMILIES, GLIDE, tiny_config
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,7 +27,7 @@ from longspec.inference.engine.batch import Batch
 from longspec.inference.generate import GenerationOutput
 from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
 from longspec.inference.runner import Runner
-from longspec.models.draft_layer import PUBLISHED, WINDOW, DraftOptions
+from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
 TIE = 1e-5
@@ -45,7 +45,6 @@ class Target:
     dtype: torch.dtype = torch.float32
     attention: str = "sdpa"
     seed: int = 0
-    draft: DraftOptions = PUBLISHED
     listed: tuple[int, ...] = ()
     """The draft's vocabulary list; empty: no list."""
 
@@ -114,7 +113,7 @@ def build(target: Target) -> tuple[GlideMixin, PreTrainedModel]:
             weight.data += 0.3 * torch.randn_like(weight)
     with TemporaryDirectory() as folder:
         random.save_pretrained(folder)
-        model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype, **asdict(target.draft))
+        model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype)
         model.draft_is_trained = True  # as far as decoding is concerned
         if target.listed:
             model.draft_model.set_vocabulary(torch.tensor(target.listed))
@@ -263,7 +262,7 @@ def cases(draw: st.DrawFn, method: str) -> Case:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 14), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_greedy_is_lossless(method: str, seeds: range) -> None:
     """Ten examples a seed: with more, hypothesis mostly repeats parts of those it has."""
     seen: Counter[int | str] = Counter()
@@ -287,15 +286,6 @@ def test_greedy_is_lossless(method: str, seeds: range) -> None:
         lossless()
     assert seen.pop("near-ties", 0) <= 1
     assert depth == 0 or set(seen) >= set(range(depth + 1)), "accepted lengths that did not occur"
-
-
-@pytest.mark.parametrize("method", GLIDE_METHODS)
-def test_an_extended_draft_is_lossless(method: str) -> None:
-    seen: Counter[int | str] = Counter()
-    case = Case(Target("llama", layers=3, draft=OPTIONS["both"]), method, (9, 4), 24, chunk=4)
-    check(case, seen)
-    check(replace(case, plan=((0, 3), (3, 1), (2, 0), (1, 2))), seen)
-    assert set(seen) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(("family", "method"), zip(FAMILIES, cycle(GLIDE_METHODS), strict=False))

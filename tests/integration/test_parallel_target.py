@@ -21,12 +21,14 @@ from longspec.train.loss import DraftLoss, DraftScores
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GQA": (LlamaGlide, {"vocab_size": 61}),
-    "tied, MHA": (LlamaGlide, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "tied, MHA, more inputs": (LlamaGlide, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "biases of all products": (LlamaGlide, {"attention_bias": True, "mlp_bias": True}),
     "pad token of the other rank": (Qwen2Glide, {"tie_word_embeddings": True, "pad_token_id": 60}),
     "norms of heads": (Qwen3Glide, {"vocab_size": 62}),
     "Mistral": (MistralGlide, {"head_dim": 6, "tie_word_embeddings": True}),
 }
+INPUTS = {"tied, MHA, more inputs": {"kv_layers": (1,), "target_feature": True}}
+"""Options of the draft."""
 LENGTHS = torch.tensor([0, 9, 20, 40], dtype=torch.int32)
 
 
@@ -79,7 +81,8 @@ def on_rank(rank: int, folder: str) -> None:
     share_targets(2)
     for name, (glide, _) in CASES.items():
         place = Path(folder) / name
-        found = outcome(glide.from_pretrained(place / "split", glide_path=place / "draft.pth", torch_dtype="float64"))
+        options = {"torch_dtype": "float64", **INPUTS.get(name, {})}
+        found = outcome(glide.from_pretrained(place / "split", glide_path=place / "draft.pth", **options))
         torch.testing.assert_close(found, torch.load(place / "expected.pt"), rtol=1e-5, atol=1e-6)
     check_gradients_are_averaged(rank)
     dist.destroy_process_group()
@@ -100,7 +103,7 @@ def test_two_ranks_with_halves_are_one_with_the_whole(tmp_path: Path) -> None:
         save_target(place / "target", glide.target_class.config_class.model_type, **layout)
         fill_biases(place / "target" / "model.safetensors")
         split_target(place / "target", place / "split", 2)
-        model = glide.from_pretrained(place / "target", torch_dtype="float64")
+        model = glide.from_pretrained(place / "target", torch_dtype="float64", **INPUTS.get(name, {}))
         torch.save(model.draft_model.state_dict(), place / "draft.pth")
         torch.save(outcome(model), place / "expected.pt")
     torch.multiprocessing.spawn(on_rank, (str(tmp_path),), nprocs=2)

@@ -2,13 +2,10 @@
 
 import importlib
 import json
-import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -87,27 +84,6 @@ def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Runn
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, range(len(PROMPTS)))) == alone
     assert len(set(alone[5])) == 2  # the choices of one sampled request differ
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-
-
-def test_a_closed_connection_frees_its_row(server: Running) -> None:
-    """Long before the answer would have ended."""
-    before = server.scheduler.snapshot()
-    body = json.dumps({"prompt": "ab", "max_tokens": 4000, "temperature": 0}).encode()
-    parts = urlsplit(server.url)
-    with socket.create_connection((parts.hostname, parts.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: server.scheduler.snapshot().new_tokens > before.new_tokens + 5)
-    until(lambda: server.scheduler.snapshot().running == 0)
-    after = server.scheduler.snapshot()
-    assert after.new_tokens - before.new_tokens < 2000
-    assert after.finished.get("cancelled", 0) == before.finished.get("cancelled", 0) + 1
 
 
 def test_a_soak_leaks_no_row_and_changes_no_answer(server: Running) -> None:
