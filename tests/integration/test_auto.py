@@ -125,20 +125,6 @@ def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
     assert len(checked) > 3
 
 
-def test_the_same_seed_and_table_give_the_same_output(tmp_path: Path) -> None:
-    """Also in a new engine; the times come from the file, and other seeds give other tokens."""
-    model = make_pair(tmp_path / "pair", initializer_range=0.1)
-    ids, mask, _ = ragged_prompts(20, 7)
-    drawn, plans = [], []
-    for seed in (1, 2, 1):
-        out = generate(model, ids, mask, temperature=1.0, seed=seed, **SETTINGS)
-        drawn.append([new.tolist() for new in out.new_tokens])
-        plans.append(out.stats.rounds_by_plan)
-        engine_pool.release(model)
-    assert drawn[0] == drawn[2] != drawn[1] and plans[0] == plans[2]
-    assert len(list(user_cache("round_times").glob("*.json"))) == 1
-
-
 def test_times_are_measured_once_and_again_when_they_expire_or_are_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

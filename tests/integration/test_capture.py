@@ -11,7 +11,7 @@ from pairs import FAMILIES, OPTIONS, make_pair, ragged_prompts, target_greedy
 from torch import Tensor
 
 from longspec import generate
-from longspec.errors import UserError, warn_once
+from longspec.errors import UserError
 from longspec.inference import engine_pool
 from longspec.inference.engine import capture as capture_module
 from longspec.inference.engine import modes
@@ -213,14 +213,3 @@ def test_faulty_logits_end_captured_rounds(tmp_path: Path, method: str, sampling
                 tokens(model, 30, 7, **settings)
         weight.data[3, 4] = kept
         assert tokens(model, 30, 7, **settings) == expected
-
-
-def test_what_cannot_be_captured_runs_kernel_by_kernel_and_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_once.cache_clear()
-    model = make_pair(tmp_path).cuda()
-    expected = [target_greedy(model, prompts(9)[2][0], 10)]
-    for _ in range(2):
-        assert tokens(model, 9, max_new_tokens=10, attention="sdpa") == expected
-    assert caplog.text.count("no CUDA graphs") == 1 and "sdpa" in caplog.text

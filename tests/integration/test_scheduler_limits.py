@@ -97,10 +97,6 @@ def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
     with serving(model, ahead, max_rows=1) as scheduler:
         assert Answer(scheduler, spoiled).finished.reason == "error"
         assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's window has slots that it skips
-        assert Answer(scheduler, spoiled).finished.reason == "error"
-        with torch.no_grad():
-            model.model.embed_tokens.weight[POISON] = 1.0
-        assert answers(scheduler, [spoiled])[0].ids == alone(model, spoiled)  # nothing of the row is reused
 
 
 def test_a_failing_callback_or_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +68,6 @@ def test_answers_are_those_of_the_target(client: openai.OpenAI, server: Running)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said.choices[0].message.content
     assert usage.usage.total_tokens == said.usage.total_tokens and usage.usage.completion_tokens == 24
     assert usage.usage.prompt_tokens_details.cached_tokens > 0  # the prefix of the same conversation
-
-
-def test_a_seed_fixes_an_answer_among_others(client: openai.OpenAI, server: Running) -> None:
-    """Each of many concurrent requests is answered as when it is alone, greedy and sampled."""
-
-    def ask(number: int) -> list[str]:
-        sampled = {"temperature": 1.0, "seed": number, "extra_body": {"top_k": 20}}
-        settings = sampled if number % 2 else {"temperature": 0}
-        answer = complete(client, PROMPTS[number], max_tokens=5 + 4 * number, n=1 + number % 2, **settings)
-        return [choice.text for choice in answer.choices]
-
-    alone = [ask(number) for number in range(len(PROMPTS))]
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        assert list(pool.map(ask, range(len(PROMPTS)))) == alone
-    assert len(set(alone[5])) == 2  # the choices of one sampled request differ
 
 
 def test_a_soak_leaks_no_row_and_changes_no_answer(server: Running) -> None:
