@@ -102,6 +102,7 @@ ON_GPUS += [replace(one, device="cuda") for one in ROUNDED]
 RESUMED = [
     (REFERENCE, ZERO_3),
     (TWO_RANKS, REFERENCE),
+    (ZERO_3, TWO_RANKS),
     (TP, TP),
     (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16)),
     (MUON, TWO_MUON_RANKS),

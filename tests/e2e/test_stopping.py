@@ -1,6 +1,5 @@
 """Signals to each process of a run, with the launcher and without: what is saved, said and left behind."""
 
-import errno
 import os
 import pty
 import re
@@ -144,30 +143,3 @@ def test_a_closed_terminal_saves_and_ends_a_launch(work: Path, tmp_path: Path) -
         for one in session(leader):
             one.kill()
     assert_saved(output)
-
-
-def test_ctrl_c_before_the_first_step_is_one_line(work: Path, tmp_path: Path) -> None:
-    """Rank 1 is in a collective meanwhile."""
-    output, log, fifo = tmp_path / "out", tmp_path / "log", tmp_path / "fifo"
-    os.mkfifo(fifo)
-    held: list[int] = []
-    with background(
-        *overrides(work, output), log=log, script="tests/faulty_run.py", FAULT="waits", WAITS_FOR=str(fifo)
-    ) as ranks:
-        wait_until(lambda: opened_for(fifo, held), log)
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGINT)
-        assert exit_code(ranks, LIMIT_S) == 128 + signal.SIGINT
-    os.close(*held)
-    (line,) = our_lines(log)
-    assert line.endswith("SIGINT: stopped before the first step")
-    assert "Traceback" not in log.read_text()
-
-
-def opened_for(reader: Path, held: list[int]) -> bool:
-    """Whether somebody reads a FIFO; it is then held open, so that the reader waits."""
-    try:
-        held.append(os.open(reader, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError as error:
-        assert error.errno == errno.ENXIO
-    return bool(held)

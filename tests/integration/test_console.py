@@ -114,30 +114,22 @@ def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp
     assert isinstance(error, UserError) and str(error) == "prompt 1: not UTF-8 text"
 
 
-QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
-"""Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
-
-
-def test_commands_say_once_which_options_of_the_target_they_ignore(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "qwen"
+def test_options_of_the_targets_generation_config(target: Path, tmp_path: Path) -> None:
+    """Its penalties apply, unless an option replaces them; what is ignored is named once."""
+    folder, tokenizer = tmp_path / "configured", byte_tokenizer()
     shutil.copytree(target, folder)
-    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": 0.1, "cache_implementation": "static"}))
-    size = ("--max_new_tokens", 3)
+    # As in Qwen2.5-Instruct, and some that do not apply.
+    config = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+    config |= {"max_time": 9.0, "min_p": 0.1, "cache_implementation": "static"}
+    (folder / "generation_config.json").write_text(json.dumps(config))
     for given, named in (
         (["generate", "hi", "ho", "--batch_size", 1, "--model", folder], "max_time 9.0"),
         (["bench", folder, "--png", tmp_path / "bench.png"], "max_time 9.0, min_p 0.1, repetition_penalty 1.1"),
     ):
-        result = invoke(*given, *size, input="hi\nho\n")
+        result = invoke(*given, "--max_new_tokens", 3)
         notice = f"{folder}: its generation config sets {named}, which is ignored"
         assert result.stderr.count("generation config") == 1 and notice in result.stderr
-
-
-def test_answers_have_the_targets_penalties(target: Path, tmp_path: Path) -> None:
-    """An option replaces the target's."""
-    folder, tokenizer = tmp_path / "banning", byte_tokenizer()
-    shutil.copytree(target, folder)
+    (folder / "generation_config.json").write_text("{}")
 
     def answer(*options: Any) -> str:
         output = invoke("generate", "hi", "--model", folder, "--max_new_tokens", 4, *options).stdout

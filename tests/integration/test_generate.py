@@ -20,6 +20,7 @@ from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.engine.worker import Worker
+from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
@@ -89,6 +90,21 @@ def test_rows_that_wait_get_the_tokens_of_one_batch(tmp_path: Path, settings: di
         assert getattr(few.stats, name) == getattr(whole.stats, name), name
     with pytest.raises(UserError, match="batch_size: not with"):
         generate(model, ids[:1], batch_size=1, stopping_criteria=[lambda *_: False])
+
+
+def test_a_round_is_one_pass_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted tokens are not read again."""
+    columns: list[int] = []
+    own = FusedRunner.target
+
+    def noted(self: FusedRunner, tokens: Tensor, *others: Any) -> Tensor:
+        columns.append(tokens.shape[1])
+        return own(self, tokens, *others)
+
+    monkeypatch.setattr(FusedRunner, "target", noted)
+    (row,) = prompts(9)
+    out = generate(make_pair(tmp_path), row[None], method="tree", max_new_tokens=20, tree_shape=(3, 5))
+    assert columns[-out.stats.rounds :] == [9] * out.stats.rounds and sum(columns[: -out.stats.rounds]) == 9
 
 
 @pytest.mark.usefixtures("ahead")

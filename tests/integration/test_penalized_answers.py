@@ -105,19 +105,11 @@ def test_rows_with_different_options_do_not_disturb_each_other(
         assert out.new_tokens[0].tolist() == found
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("narrow", lambda rows, part: PenaltyRows(*(values.roll(1, 0)[part] for values in rows.tensors))),
-        ("append", lambda rows, tokens, positions, counts: None),
-    ],
-    ids=["a row has its neighbor's penalties", "texts do not grow"],
-)
-def test_planted_faults_of_rows_are_seen(
-    model: GlideMixin, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_penalties_of_a_neighbor_are_seen(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other faults: tests/faults.py."""
     expected = answered(model, "lookup")
-    monkeypatch.setattr(PenaltyRows, name, fault)
+    rolled = lambda rows, part: PenaltyRows(*(values.roll(1, 0)[part] for values in rows.tensors))  # noqa: E731
+    monkeypatch.setattr(PenaltyRows, "narrow", rolled)
     assert answered(model, "lookup") != expected
 
 
