@@ -3,8 +3,9 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -129,49 +130,33 @@ def test_a_faulty_call_leaves_no_nan_to_the_next_one(tmp_path: Path) -> None:
 
 
 def test_an_engine_in_use_is_not_shared(tmp_path: Path, built: list[Batch]) -> None:
-    """Two threads decode different prompts at the same time; a third call nests in the second one's streamer."""
-    model = make_pair(tmp_path)
-    barrier = Barrier(2)
-    results: dict[int, list[list[int]]] = {}
+    """Two threads decode different prompts at the same time."""
+    model, barrier = make_pair(tmp_path), Barrier(2)
 
     class Meeting:
-        def __init__(self) -> None:
-            self.calls = 0
+        calls = 0
 
         def put(self, value: Tensor) -> None:
             self.calls += 1
             if self.calls == 3:  # both have played rounds
-                barrier.wait(20)
+                barrier.wait(60)
 
         def end(self) -> None: ...
 
-    def run(number: int) -> None:
-        results[number] = tokens(model, prompt(20, number), streamer=Meeting())
+    def run(number: int) -> list[list[int]]:
+        return tokens(model, prompt(20, number), streamer=Meeting())
 
-    threads = [Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: [target_greedy(model, prompt(20, number)[0], 12)] for number in range(2)}
+    with ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(run, range(2))]
+    assert results == [[target_greedy(model, prompt(20, number)[0], 12)] for number in range(2)]
     assert len(built) == 2 == len(idle(model))
 
 
-def test_idle_engines_go_with_the_model_and_own_no_weights(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
-    tokens(model, prompt(9))
-    (pooled,) = idle(model)
-    cache, weight = weakref.ref(pooled.cache), weakref.ref(model.lm_head.weight)
-    assert not hasattr(pooled.runner, "model")
-    del pooled
-    del model
-    gc.collect()
-    assert weight() is None and cache() is None
-
-
 @pytest.mark.parametrize("method", ["tree", "auto"])
-def test_a_released_engine_is_freed_at_once(tmp_path: Path, method: str, built: list[Batch]) -> None:
-    """Without a garbage collection: the memory is needed for another one."""
+def test_a_released_engine_is_freed_at_once_and_idle_ones_with_the_model(
+    tmp_path: Path, method: str, built: list[Batch]
+) -> None:
+    """At once: without a garbage collection, because the memory is needed for another engine."""
     model = make_pair(tmp_path)
     gc.disable()
     try:
@@ -181,6 +166,11 @@ def test_a_released_engine_is_freed_at_once(tmp_path: Path, method: str, built: 
             assert engine_pool.release(model) == 1 and cache() is None
     finally:
         gc.enable()
+    tokens(model, prompt(9), method=method)
+    cache, weight = weakref.ref(built.pop().cache), weakref.ref(model.lm_head.weight)
+    del model
+    gc.collect()
+    assert weight() is None and cache() is None
 
 
 def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(

@@ -4,7 +4,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import cycle, product
+from itertools import product
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -22,7 +22,7 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.lookup import BRANCH_SIZES
 from longspec.inference.engine import intake, modes
 from longspec.inference.generate import GenerationOutput
-from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
+from longspec.inference.methods import METHODS, TREE_RULES
 from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
@@ -41,8 +41,6 @@ class Target:
     dtype: torch.dtype = torch.float32
     attention: str = "sdpa"
     seed: int = 0
-    listed: tuple[int, ...] = ()
-    """The draft's vocabulary list; empty: no list."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,6 @@ def build(target: Target) -> tuple[GlideMixin, PreTrainedModel]:
         random.save_pretrained(folder)
         model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype)
         model.draft_is_trained = True  # as far as decoding is concerned
-        if target.listed:
-            model.draft_model.set_vocabulary(torch.tensor(target.listed))
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, attn_implementation=target.attention)
     assert not isinstance(own, GlideMixin) and own.dtype == model.dtype == target.dtype
     return model, own
@@ -255,18 +251,6 @@ def test_greedy_is_lossless(method: str, seeds: range) -> None:
         lossless()
     assert seen.pop("near-ties", 0) <= 1
     assert depth == 0 or set(seen) >= set(range(depth + 1)), "accepted lengths that did not occur"
-
-
-@pytest.mark.parametrize(("family", "method"), zip(FAMILIES, cycle(GLIDE_METHODS), strict=False))
-def test_a_draft_with_a_vocabulary_is_lossless(family: str, method: str) -> None:
-    """Most of the target's tokens are neither in the list nor in the prompt; some are in another row's prompt."""
-    target = Target(family, listed=(1, 4, 19, 20, 44))
-    case = Case(target, method, (9, 1, 4), 20, tree_shape=(3, 8, 4), chunk=4)
-    tokens = {token for row in case.truth() for token in row}
-    assert tokens - set(target.listed) - {token for row in case.prompts() for token in row}
-    planned = replace(case, plan=((0, 3, 1), (3, 1, 2), (2, 0, 0), (1, 2, 3)))
-    for one in (case, planned, replace(case, lengths=(9,))):
-        check(one, Counter())
 
 
 @pytest.mark.parametrize(("family", "method"), zip(FAMILIES, METHODS[1:], strict=True))
