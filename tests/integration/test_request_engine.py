@@ -28,31 +28,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     return make_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB)
 
 
-def engine_with_log(model: GlideMixin, rows: int, refill: int = 1) -> tuple[RequestEngine, list[list[int]]]:
-    """An engine, and the number of tokens of each row in its passes over prompts."""
-    settings = EngineSettings(VANILLA, rows, memory=2**27, prefill_chunk=256, refill=refill)
-    engine = RequestEngine(model, settings)
-    passes: list[list[int]] = []
-    read = engine.batch.read_prompts
+def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideMixin) -> None:
+    long = [1, 2, 3, 4, 5] * 20
+    prompts = [[1, 2], [3] * 9, [4, 5, 6], long, [*long, 6], [*long, 2]]
+    engine = RequestEngine(model, EngineSettings(VANILLA, 6, memory=2**27, prefill_chunk=256))
+    read, passes = engine.batch.read_prompts, []
 
     def noted(rows: slice, chunks: Any, start: int) -> Any:
         passes.append([len(chunk) for chunk in chunks])
         return read(rows, chunks, start)
 
     engine.batch.read_prompts = noted  # type: ignore[method-assign]
-    return engine, passes
-
-
-def add(engine: RequestEngine, request: Request) -> list[Event]:
-    events: list[Event] = []
-    engine.add(request, events.append)
-    return events
-
-
-def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideMixin) -> None:
-    long = [1, 2, 3, 4, 5] * 20
-    prompts = [[1, 2], [3] * 9, [4, 5, 6], long, [*long, 6], [*long, 2]]
-    engine, passes = engine_with_log(model, 6)
     answers: list[list[Event]] = [[] for _ in prompts]
     tickets = [engine.add(Request(prompt, 5), take.append) for prompt, take in zip(prompts, answers, strict=True)]
     while engine.step():
@@ -99,15 +85,6 @@ def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
     assert sum(stats.build_s > 0 for stats in own.values()) == 1
 
 
-def test_a_client_may_end_all_requests(model: GlideMixin) -> None:
-    seen: list[int] = []
-    listener = Listener(lambda number, event: seen.append(number), is_stopped=lambda: bool(seen))
-    answer_all(model, VANILLA, [Request([1], 50), Request([2], 50)], 1, listener)
-    assert seen == [0] * 50, "what has begun goes on"
-    with pytest.raises(UserError, match=r"^prompt: empty"):
-        answer_all(model, VANILLA, [Request([], 5)], 1, Listener(print))
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_tokens_in_blocks_are_those_of_single_rounds(model: GlideMixin, ahead: int) -> None:
     """Rows end at stop tokens and limits, move together, and go to other requests; answers are longer than a block. A
@@ -124,9 +101,10 @@ def test_tokens_in_blocks_are_those_of_single_rounds(model: GlideMixin, ahead: i
         settings = EngineSettings(VANILLA, 4, memory=2**27, kind=GREEDY_KIND, refill=2, in_blocks=in_blocks)
         engine = RequestEngine(model, settings)
         engine.batch.sizes, engine.worker.ahead = [1, 2, 4], ahead
-        engine.add(cancelled, (own := []).append)
+        answers.append([[] for _ in range(1 + len(requests))])
+        for request, events in zip([cancelled, *requests], answers[-1], strict=True):
+            engine.add(request, events.append)
         ticket = engine.waiting[0]
-        answers.append([own, *(add(engine, request) for request in requests)])
         for _ in range(100):
             engine.step()
         engine.cancel(ticket)

@@ -9,6 +9,7 @@ from pairs import make_pair, tiny_config
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft
+from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 
