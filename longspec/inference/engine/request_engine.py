@@ -40,7 +40,8 @@ class EngineSettings:
     memory: int | None = None
     """Bytes for their caches and passes; None takes 90% of the free memory."""
     longest: int | None = None
-    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None: as fit."""
+    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None gives rows up
+    to the target's whole context."""
     prefill_chunk: int = PREFILL_CHUNK
     """Most prompt tokens that are read between two rounds."""
     attention: str = "auto"
@@ -104,7 +105,8 @@ class RequestEngine:
         return bool(self.clients.open)
 
     def close(self, keeps: bool = False) -> None:
-        """Let the other ranks go on. keeps: pool the batch, as all requests have ended without a fault."""
+        """Let the other ranks that share the target go on. keeps: whether all requests have ended without a fault, so
+        that a later engine can have the batch."""
         if not self._is_closed:
             self._is_closed = True
             if keeps:

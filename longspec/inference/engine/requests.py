@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from longspec.inference.adaptive.lookup_trace import LookupTrace
 
 Origin = Literal["target", "draft", "lookup"]
-"""The source of a token: the target (first and bonus tokens), or a proposal of a draft or, maybe also, of lookup."""
+"""The source of a token: the target (first and bonus tokens), or an accepted proposal of a draft or of prompt lookup.
+What both propose counts as lookup."""
 
 
 def round_origins(from_lookup: Sequence[bool]) -> list[Origin]:
