@@ -186,7 +186,7 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"speculative_num_steps": 20}, "--speculative-num-steps: 20 levels, but the draft's window is 16"),
         ({"tp_size": 4}, "--tp-size 4: num_key_value_heads 2"),
         ({"family": "mistral"}, "a mistral target; GLIDE supports llama, qwen2, qwen3"),
-        ({"family": "qwen2"}, "a draft for a target with model_type llama"),
+        ({"family": "qwen2"}, "a draft for a target with model_type 'llama'"),
     ],
 )
 def test_a_wrong_combination_is_refused_in_one_line(draft_folder: Path, changes: dict[str, Any], named: str) -> None:

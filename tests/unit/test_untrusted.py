@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,9 +221,12 @@ def test_a_file_that_holds_no_weights_says_what_it_is(run: Path, name: str, cont
     ],
     ids=["huge", "whole numbers", "strange names", "no window"],
 )
-def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: Weights) -> None:
+def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: tuple[Weights, Any]) -> None:
     file = run / "draft_model_weights.pth"
-    torch.save(torch.load(file) | weights, file)
+    added, metadata = weights
+    state = OrderedDict(torch.load(file) | added)
+    state._metadata = {"": metadata}  # type: ignore[attr-defined]
+    torch.save(state, file)
     assert "\x1b" not in refusal(lambda: use_draft(run), run)
 
 
