@@ -52,7 +52,8 @@ def prompt_rows(input_ids: Any, attention_mask: Any) -> tuple[list[Tensor], list
         given = list(input_ids.long())
     if attention_mask is None:
         return given, given
-    if not isinstance(input_ids, Tensor) or getattr(attention_mask, "shape", None) != input_ids.shape:
+    tensors = isinstance(input_ids, Tensor) and isinstance(attention_mask, Tensor)
+    if not tensors or attention_mask.shape != input_ids.shape:
         raise UserError("attention_mask: give a tensor of 0 and 1 of the shape of input_ids; lists need none")
     rows = [row[mask] for row, mask in zip(given, attention_mask.bool().to(input_ids.device), strict=True)]
     for number, row in enumerate(rows):

@@ -117,5 +117,7 @@ def release(model: GlideMixin) -> int:
 
 def release_all() -> None:
     """Free the idle batches of all models."""
-    for model in list(_idle):
+    with _lock:  # other threads add models
+        models = list(_idle)
+    for model in models:
         release(model)

@@ -66,7 +66,7 @@ def check_option(name: str, value: Any) -> None:
     kind, least, most = _RANGES[name]
     is_number = is_integer(value) if kind is int else is_real(value)
     if not is_number or not least <= value <= most or value == _LEFT_OUT.get(name):
-        valid = f"{'an integer ' if kind is int else ''}from {least:.4g} to {most:.4g}"
+        valid = f"an integer from {least} to {most}" if kind is int else f"from {least:.4g} to {most:.4g}"
         valid += f", but not {_LEFT_OUT[name]}" if name in _LEFT_OUT else ""
         raise UserError(f"{name}: {value!r}; it must be {valid}")
 

@@ -36,7 +36,9 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
         raise UserError("--api_key: must be of printable ASCII characters")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.create_server((host, port), family=family)
+        # All addresses include those of IPv4.
+        both = host == "::" and socket.has_dualstack_ipv6()
+        bound = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: cannot be bound ({error.strerror}); use another") from error
     # Connections inherit it: small writes are sent at once instead of after 40 ms.
