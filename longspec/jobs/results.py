@@ -8,6 +8,8 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +51,17 @@ class Results:
             if self._overwrites:
                 for path in part_paths(self.path):
                     path.unlink()
-            if self.file.exists():
-                # Not removed, because a lock on the file must stay.
-                os.truncate(self.file, 0 if self._overwrites else self.file.read_bytes().rfind(b"\n") + 1)
+            # Not removed, because a lock on the file must stay.
+            self._stream.truncate(0 if self._overwrites else self.file.read_bytes().rfind(b"\n") + 1)
 
     def add(self, line: Line) -> None:
         """Append a line. Raises UserError if it cannot be written; the earlier ones stay intact."""
         raw = json_bytes(line) + b"\n"
-        with self._writing(), self.file.open("ab") as stream:
-            stream.write(raw)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with self._writing():
+            rest = memoryview(raw)
+            while rest:  # an unbuffered write may take only a part
+                rest = rest[self._stream.write(rest) :]
+            os.fsync(self._stream.fileno())
         self._note(self._read_line(raw))
 
     def put_in_order(self) -> None:
@@ -94,6 +96,11 @@ class Results:
     def _note(self, line: Line) -> None:
         self.lines[line["index"]] = line
         self.done.add(line["index"])
+
+    @cached_property
+    def _stream(self) -> FileIO:
+        # Kept open: if this rank outlives its run, a later run removes the file and does not get its lines.
+        return self.file.open("ab", buffering=0)
 
     def _writing(self) -> AbstractContextManager[None]:
         """Turn an OSError into a UserError."""

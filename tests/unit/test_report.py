@@ -128,6 +128,19 @@ def test_parts_are_collected_once(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == [SAMPLES_NAME]
 
 
+def test_a_rank_that_outlives_its_run_adds_nothing_to_a_later_one(tmp_path: Path) -> None:
+    path, (old, new, _) = tmp_path / SAMPLES_NAME, three_lines()
+    earlier = Results(path, read_line, rank=1)
+    earlier.start()
+    first, other = Results(path, read_line, overwrite=True), Results(path, read_line, rank=1)
+    first.start()
+    other.start()
+    earlier.add(old)
+    other.add(new)
+    first.put_in_order()
+    assert [line["index"] for line in lines_of(tmp_path)] == [1]
+
+
 def test_earlier_results_go_only_if_told_and_only_for_a_new_one(tmp_path: Path) -> None:
     """With the summary and the parts of the earlier run, and before the new configuration is stored."""
     written(tmp_path)
