@@ -1,8 +1,10 @@
 """Drafters that know the target's continuation and propose it correctly down to a planned depth."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from random import Random
 
+import torch
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
@@ -75,6 +77,45 @@ class Oracle(WrappedDrafter):
             if count:
                 accepted.append(count - 1)
         super().feed(tokens, positions, valid, *states)
+
+
+class DeviceOracle(WrappedDrafter):
+    """A variant of `Oracle` made of tensor operations, so that its rounds can be captured in a CUDA graph.
+
+    The path to the last node of the planned level has the true tokens; all other nodes have wrong tokens.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        shape: Sequence[int],
+        prompt_lengths: Sequence[int],
+        truth: Tensor,
+        plan: Plan,
+        vocab: int,
+    ) -> None:
+        """shape: nodes per level of the drafter's trees; truth: LongTensor [B, tokens]."""
+        super().__init__(drafter)
+        self.truth, self.vocab = truth, vocab
+        self.prompt_lengths = torch.tensor(prompt_lengths, device=truth.device)[:, None]
+        self.plan = torch.tensor(plan, device=truth.device)
+        self.last_of_level = torch.tensor([0, *accumulate(shape)], device=truth.device)
+        self.rounds = torch.zeros(1, dtype=torch.long, device=truth.device)
+
+    def share(self, rows: slice, sampler: Sampler) -> Drafter:
+        return self.drafter.share(rows, sampler)  # to start these rows
+
+    def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
+        proposal = self.drafter.propose(root, cache)
+        planned = self.plan.index_select(0, self.rounds % len(self.plan))[0]
+        last_of_level = self.last_of_level[planned]
+        on_path = proposal.visible.gather(1, last_of_level[:, None, None].expand(-1, 1, proposal.visible.shape[2]))
+        ahead = cache.lengths[:, None] - self.prompt_lengths + proposal.levels
+        right = self.truth.gather(1, ahead.clamp(0, self.truth.shape[1] - 1))
+        proposal.tokens.copy_(torch.where(on_path[:, 0], right, (right + 1) % self.vocab))
+        proposal.tokens[:, 0] = root
+        self.rounds += 1
+        return proposal
 
 
 def passes_of(accepted: Iterable[int], length: int, depth: int) -> tuple[list[int], list[int]]:

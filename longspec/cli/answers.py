@@ -90,7 +90,7 @@ class PromptRun:
             "chat_format": pair.chat_format,
             "chat": self.chat,
             "sampling": vars(self.sampling),
-            "seed": self.seed,
+            "seed": self.seed if self.sampling.temperature else None,
             "deterministic": pair.deterministic,
             **pair.drafting,
         }

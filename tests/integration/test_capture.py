@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles import DeviceOracle
 from pairs import FAMILIES, OPTIONS, make_pair, ragged_prompts, target_greedy
 from torch import Tensor
 
 from longspec import generate
 from longspec.errors import UserError
-from longspec.inference import engine_pool
+from longspec.inference import engine_pool, methods
 from longspec.inference.engine import capture as capture_module
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import make_runner
@@ -53,6 +54,27 @@ def test_captured_rounds_give_the_eager_paths_and_the_targets_own_tokens(
         captured, eager = (tokens(model, *lengths, **settings, compile=compiled) for compiled in (True, False))
         expected = [target_greedy(model, row, 30) for row in prompts(*lengths)[2]]
         assert captured == eager == expected
+
+
+def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An oracle proposes the target's own tokens down to planned depths, different ones in each row."""
+    model = make_pair(tmp_path).cuda()
+    lengths, new = [1, 40, 506], 60
+    ids, mask, rows = prompts(*lengths)
+    truth = torch.tensor([target_greedy(model, row, new + 8) for row in rows]).cuda()
+    plan = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
+    make_drafter = methods.make_drafter
+
+    def make_oracle(*args: object) -> DeviceOracle:
+        return DeviceOracle(make_drafter(*args), SHAPE, lengths, truth, plan, VOCAB)
+
+    monkeypatch.setattr(methods, "make_drafter", make_oracle)
+    out = generate(model, ids, mask, tree_shape=SHAPE, max_new_tokens=new)
+    assert [row.tolist() for row in out.new_tokens] == truth[:, :new].tolist()
+    assert out.stats.mean_acceptance_length > 2.5
+    by_depth = out.stats.accepted_by_depth
+    assert by_depth == sorted(by_depth, reverse=True) and by_depth[-1] > 0 and out.stats.rounds > by_depth[0]
+    assert len(set(by_depth)) == len(SHAPE), "some accepted length never occurred"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
