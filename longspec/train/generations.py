@@ -50,7 +50,10 @@ def complete_saves(output: Path, overwrite: bool = False) -> None:
     # The state comes first: the staged draft marks the save as complete until its own rename.
     for names, marked in ((STATES, DRAFTS), (DRAFTS, DRAFTS), (BEST, BEST)):
         if is_whole(output / marked[0]) and (output / names[0]).exists():
-            _rotate([output / name for name in names], marker_of(output / marked[0]), overwrite)
+            new, best = marker_of(output / marked[0]), output / BEST[1]
+            if overwrite and is_whole(best) and marker_of(best).run.id != new.run.id:
+                _remove(best)
+            _rotate([output / name for name in names], new, overwrite)
     # A staged folder that is left belongs to an unfinished save.
     for name in (STATES[0], DRAFTS[0], BEST[0]):
         _remove(output / name)

@@ -234,6 +234,7 @@ def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrite: bool, 
     complete_saves(tmp_path, overwrite)
     assert contents(tmp_path) == before, "an unfinished save touches no draft"
     save_twice(tmp_path, 1, Run("new"), overwrite)
+    assert (tmp_path / BEST[1]).exists() is not overwrite
     write(tmp_path / BEST[0], 1, run=Run("new"))
     complete_saves(tmp_path, overwrite)
     earlier = [("checkpoint-earlier-1", 19), ("checkpoint-earlier-2", 20), ("checkpoint-earlier-3", 12)]
