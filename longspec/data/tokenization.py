@@ -131,7 +131,7 @@ class Tokenize:
         """A hash of everything that determines the tokens: files, settings, tokenizer and code, aligners included."""
         # A change to this code may change the tokens, so its source is hashed, not a version number.
         functions = [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
-        own = {module.__file__ for module in functions if module is not None and getattr(module, "__file__", None)}
+        own = {file for module in functions if (file := getattr(module, "__file__", None)) is not None}
         sources = file_digests([*sorted(Path(__file__).parent.glob("*.py")), *sorted(own)])
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
