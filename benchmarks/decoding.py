@@ -2,7 +2,7 @@
 
 `python -m benchmarks.decoding` prints tables and, last, one JSON line, from which `benchmarks.tables` makes them again.
 `--picture` also draws the parts of a tree round. Weights and caches are random, because the time of a round depends on
-shapes alone. Tokens/s need acceptance lengths that an evaluation of a real pair measured: `--acceptance`.
+shapes alone. Tokens/s need acceptance lengths that `longspec draft` measured for a real pair: `--acceptance`.
 `torchrun --nproc_per_node N -m benchmarks.decoding --tp_size N` times a target that N GPUs share. Rank 0 prints, and
 the floor is that of its part, without communication.
 """

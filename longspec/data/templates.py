@@ -40,16 +40,21 @@ TEMPLATE_KINDS = tuple(
 """Kinds of records whose prompt is inserted into a template."""
 
 
+MARK = "\0"
+"""Stands for a field's text while a template is checked."""
+
+
 def check_template(text: object, fields: Sequence[str], where: str) -> str:
     """`text`, if it is a format string with one or more of `fields`. Raises UserError that starts with `where`."""
     braced = " or ".join(f"{{{name}}}" for name in fields)
-    if not isinstance(text, str) or not any(f"{{{name}}}" in text for name in fields):
-        raise UserError(f"{where}: must be text with {braced}")
     try:
-        text.format(**dict.fromkeys(fields, ""))
+        filled = text.format(**dict.fromkeys(fields, MARK)) if isinstance(text, str) else ""
     except (LookupError, ValueError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{where}: not a template ({reason}); use {braced} and double other braces") from error
+    # Doubled braces are no field.
+    if not isinstance(text, str) or MARK not in filled:
+        raise UserError(f"{where}: must be text with {braced}")
     return text
 
 

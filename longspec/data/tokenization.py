@@ -1,5 +1,6 @@
 """Tokenization of records: from lines of JSONL to samples of token ids, in a table that is cached on disk."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -127,9 +128,11 @@ class Tokenize:
         return names
 
     def fingerprint(self, digests: Digests) -> str:
-        """A hash of everything that determines the tokens: files, settings, tokenizer, and the code of this package."""
+        """A hash of everything that determines the tokens: files, settings, tokenizer and code, aligners included."""
         # A change to this code may change the tokens, so its source is hashed, not a version number.
-        sources = file_digests(sorted(Path(__file__).parent.glob("*.py")))
+        functions = [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
+        own = {file for module in functions if (file := getattr(module, "__file__", None)) is not None}
+        sources = file_digests([*sorted(Path(__file__).parent.glob("*.py")), *sorted(own)])
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         tokenizer: Any = self.tokenizer

@@ -14,7 +14,7 @@ from longspec.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_KEYS = NAME_KEY, VALUES_KEY = "draft_target", "draft_target_sample"
+NAME_KEY, VALUES_KEY = "draft_target", "draft_target_sample"
 """Keys in a draft's `config.json` and in the metadata of its weight file."""
 ROWS, COLUMNS = 8, 16
 TOLERANCE = 2**-8

@@ -93,7 +93,7 @@ def stored_weights(folder: Path) -> dict[str, Any]:
     for file in weight_files(folder):
         with weight_errors(f"{file}: cannot be read"):
             if file.suffix != ".safetensors":
-                stored |= _load_pickle(file)
+                stored |= read_weights(file)
                 continue
             with safe_open(file, "pt") as weights:
                 parts = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
@@ -125,10 +125,15 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         check_start(file)
         state = load_file(file) if file.suffix == ".safetensors" else _load_pickle(file)
     if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(weight, Tensor) for name, weight in state.items()
+        isinstance(name, str) and _is_dense(weight) for name, weight in state.items()
     ):
         raise UserError(f"{file}: not a dictionary of plain weights")
     return state
+
+
+def _is_dense(value: object) -> bool:
+    """Whether a value is a dense tensor that holds data."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
 
 
 def _load_pickle(file: Path) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from tqdm import tqdm
 
 from longspec.cli.train import ROOT, gpu_options
@@ -83,15 +84,23 @@ def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
-    """Values of the trainer's configuration by full key, as arguments of its command line. Hydra reads JSON, except for
-    keys in quotes."""
+    """Values of the trainer's configuration by full key, as arguments of its command line."""
     overrides = []
     for key, value in values.items():
         if isinstance(value, dict) and value:
             overrides += hydra_overrides({f"{key}.{name}": own for name, own in value.items()})
         else:
-            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+            overrides.append(f"{key}={_hydra_value(value)}")
     return overrides
+
+
+def _hydra_value(value: Any) -> str:
+    """JSON, except for text, in which Hydra does not read JSON's escapes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_hydra_value, value))}]"
+    if isinstance(value, str):
+        return QuotedString(value, Quote.single).with_quotes()
+    return json.dumps(value)
 
 
 def launch(command: list[str], folder: Path, steps: int) -> float:

@@ -37,7 +37,7 @@ Positive = Annotated[int, Field(strict=True, gt=0, lt=LARGEST), NUMBER]
 Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST), NUMBER]
 Real = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), NUMBER]
 # A beta of 1 would divide by zero in Adam's bias correction.
-Betas = Annotated[list[Annotated[float, Field(strict=True, ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+Betas = Annotated[list[Annotated[float, Field(strict=True, ge=0, lt=1), NUMBER]], Field(min_length=2, max_length=2)]
 Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 

@@ -15,6 +15,7 @@ Only the run that holds the folder's lock calls `complete_saves`. The other func
 """
 
 import logging
+import os
 import shutil
 from itertools import count, pairwise
 from pathlib import Path
@@ -49,7 +50,10 @@ def complete_saves(output: Path, overwrite: bool = False) -> None:
     # The state comes first: the staged draft marks the save as complete until its own rename.
     for names, marked in ((STATES, DRAFTS), (DRAFTS, DRAFTS), (BEST, BEST)):
         if is_whole(output / marked[0]) and (output / names[0]).exists():
-            _rotate([output / name for name in names], marker_of(output / marked[0]), overwrite)
+            new, best = marker_of(output / marked[0]), output / BEST[1]
+            if overwrite and is_whole(best) and marker_of(best).run.id != new.run.id:
+                _remove(best)
+            _rotate([output / name for name in names], new, overwrite)
     # A staged folder that is left belongs to an unfinished save.
     for name in (STATES[0], DRAFTS[0], BEST[0]):
         _remove(output / name)
@@ -59,7 +63,8 @@ def complete_saves(output: Path, overwrite: bool = False) -> None:
 
 def _rotate(folders: list[Path], new: Marker, overwrite: bool) -> None:
     """Rename each of `folders`, the staged one first, to the next one, and remove the last one."""
-    for folder in folders[1:]:
+    # The older one first, because the newest of the kept drafts has the largest number.
+    for folder in reversed(folders[1:]):
         old = marker_of(folder)
         # Steps after this one were trained from a state that could not be loaded again.
         went_back = len(folders) > 2 and old.step >= new.step
@@ -87,7 +92,9 @@ def _make_room(folder: Path, overwrite: bool) -> None:
 
 
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_symlink():
+        folder.unlink()  # what it leads to may hold other files
+    elif folder.exists():
         # Renamed first, so that a partly removed folder is not taken for a checkpoint.
         shutil.rmtree(folder.rename(folder.with_name(REMOVED)))
 
@@ -96,7 +103,8 @@ def states(output: Path) -> list[Path]:
     """Folders with DeepSpeed state in an output folder, newest first, damaged or not."""
     # A staged state counts as soon as the staged draft has its marker.
     names = STATES if is_whole(output / DRAFTS[0]) else STATES[1:]
-    return [output / name for name in names if (output / name).exists()]
+    # A dangling link is a damaged state, not a missing one: the run must not start at step 0.
+    return [output / name for name in names if os.path.lexists(output / name)]
 
 
 def drafts(output: Path) -> list[Path]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from errno import ENOENT
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -99,6 +100,9 @@ def damage(folder: Path) -> str | None:
 
 def _describe(folder: Path, names: Iterable[str]) -> dict[str, SavedFile]:
     def describe(name: str) -> tuple[str, SavedFile]:
+        # A pipe would block. The marker may come from an untrusted source.
+        if not (folder / name).is_file():
+            raise FileNotFoundError(ENOENT, "no regular file", str(folder / name))
         with (folder / name).open("rb") as handle:
             size = os.fstat(handle.fileno()).st_size
             return name, SavedFile(size, hashlib.file_digest(handle, "blake2b").hexdigest())

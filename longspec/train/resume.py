@@ -13,7 +13,7 @@ from longspec.data.lines import content_digests
 from longspec.errors import UserError
 from longspec.models.content import target_digests
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
-from longspec.models.draft_layer import GLIDE
+from longspec.models.draft_layer import GLIDE, check_window
 from longspec.models.target_files import read_config
 from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import DRAFT_DEFAULTS, TrainConfig
@@ -127,6 +127,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
             raise UserError(
                 f"config key model.{name}: {value}, but the draft at {state or draft} has {saved.get(name)}; omit it"
             )
+    check_window(options.window, config.variant.largest_lag, "config key variant.depth")
     return replace(config, model=replace(model, **taken))
 
 

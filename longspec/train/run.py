@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from longspec.errors import reports_user_errors
+from longspec.errors import os_errors, reports_user_errors
 from longspec.locks import locked
 from longspec.models.target_cache import resolve_target
 from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_ranks
@@ -130,7 +130,9 @@ def lacks_evaluation(config: TrainConfig, step: int, total_steps: int) -> bool:
     """Whether a request to stop interrupted the evaluation after `step`."""
     if step == 0 or not evaluates_after(step, config, total_steps):
         return False
-    metrics = logged_metrics(Path(config.output_dir) / METRICS_NAME, step)
+    path = Path(config.output_dir) / METRICS_NAME
+    with os_errors(f"{path}: cannot be read"):
+        metrics = logged_metrics(path, step)
     return not any("eval_acceptance_length" in line for line in metrics if line["step"] == step)
 
 

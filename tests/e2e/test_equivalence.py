@@ -160,7 +160,7 @@ def assert_same_curve(work: Path, setting: Setting) -> None:
     assert share_of_the_way(work, load_draft(output / "checkpoint-last"), setting.reference) < setting.draft
     for state in output.rglob("*_model_states.pt"):
         saved = torch.load(state, weights_only=False)["module"]
-        assert all(name.startswith("draft_model.") for name in saved), "the frozen target is not saved"
+        assert saved and all(name.startswith("draft_model.") for name in saved), "the frozen target is not saved"
 
 
 @pytest.mark.parametrize("setting", cases([*IN_FP32, *ROUNDED]))

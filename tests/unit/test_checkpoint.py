@@ -2,6 +2,7 @@
 
 import errno
 import math
+import os
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -180,6 +181,7 @@ DAMAGES = {
     "truncated": (lambda file: file.write_text("4" * 3), "content is not the file that was saved"),
     "foreign": (lambda file: file.write_text("5555"), "content is not the file that was saved"),
     "gone": (Path.unlink, "content cannot be read"),
+    "pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "content cannot be read"),
     "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is not a valid marker"),
     "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is not a valid marker"),
     "stray": (lambda file: (file.parent / "zero_optim_states.pt").touch(), "zero_optim_states.pt is not the file"),
@@ -232,11 +234,35 @@ def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrite: bool, 
     complete_saves(tmp_path, overwrite)
     assert contents(tmp_path) == before, "an unfinished save touches no draft"
     save_twice(tmp_path, 1, Run("new"), overwrite)
+    assert (tmp_path / BEST[1]).exists() is not overwrite
     write(tmp_path / BEST[0], 1, run=Run("new"))
     complete_saves(tmp_path, overwrite)
-    earlier = [("checkpoint-earlier-1", 20), ("checkpoint-earlier-2", 19), ("checkpoint-earlier-3", 12)]
+    earlier = [("checkpoint-earlier-1", 19), ("checkpoint-earlier-2", 20), ("checkpoint-earlier-3", 12)]
     new = [("checkpoint-2last", 1), ("checkpoint-best", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
     assert whole_folders(tmp_path) == sorted(new if overwrite else [*new, *earlier])
+
+
+def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    write_pairs(tmp_path, None, 4)
+    for names in (STATES, DRAFTS):
+        (output / names[1]).symlink_to(tmp_path / names[1])
+    assert latest(output) == ("last_ds", 4)
+    save_twice(output, 5, ANY_RUN)
+    assert [step for _, step in whole_folders(output)] == [5, 6, 5, 6]
+    assert step_of(tmp_path / "last_ds") == 4
+
+
+def test_a_dangling_link_is_a_damaged_state(tmp_path: Path) -> None:
+    """The run must not start at step 0 because a disk is not mounted."""
+    (tmp_path / "last_ds").symlink_to("gone")
+    with pytest.raises(UserError, match="last_ds was not saved whole"):
+        find_latest(tmp_path)
+    write(tmp_path / "last_2ds", 2)
+    assert latest(tmp_path) == ("last_2ds", 2)
+    save_twice(tmp_path, 3, ANY_RUN)
+    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [4, 3]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

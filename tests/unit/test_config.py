@@ -231,6 +231,14 @@ def test_a_path_may_hold_any_character(paths: list[str], tmp_path: Path) -> None
     assert load(TINY, *paths[:2], f"output_dir={folder}").output_dir == str(folder)
 
 
+def test_numbers_of_the_environment_are_text(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("STEPS", "8"), ("RATE", "1e-4")):
+        monkeypatch.setenv(name, text)
+    keys = ["max_steps=${oc.env:STEPS}", "learning_rate=${oc.env:RATE}", "adam_betas=[${oc.env:RATE},0.9]"]
+    config = load(TINY, *paths, *keys)
+    assert (config.max_steps, config.learning_rate, config.adam_betas) == (8, 1e-4, [1e-4, 0.9])
+
+
 def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no_such_folder"):
         load(TINY, *paths, folder=tmp_path / "no_such_folder")

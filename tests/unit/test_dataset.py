@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import ModuleType
 
 import numpy as np
 import pyarrow
@@ -219,7 +221,7 @@ def test_bad_records_and_settings_are_one_line(build, files, settings, says):
     assert "\n" not in str(error.value)
 
 
-def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
+def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path, monkeypatch):
     """The cache depends on the content of lines, the behavior of the tokenizer, settings and aligners, but not on times
     or paths."""
 
@@ -246,10 +248,18 @@ def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path):
     ):
         build_rows(path, **settings, **change)
     assert len(tables()) == 5
+    for code in ("record", "{**record, 'text': 'new'}"):
+        module = ModuleType("own")
+        module.__file__ = str(tmp_path / "own.py")
+        (tmp_path / "own.py").write_text(f"def align(record):\n    return {code}\n")
+        exec((tmp_path / "own.py").read_text(), vars(module))
+        monkeypatch.setitem(sys.modules, "own", module)
+        build_rows(path, **settings, aligners=(module.align, common_form_aligner()))
+    assert len(tables()) == 7
     stamp = path.stat().st_mtime_ns
     path.write_text('{"text": "abd"}\n')  # as long as before, and as old
     os.utime(path, ns=(stamp, stamp))
-    assert tokens(build_rows(path, **settings)) == [[[*ids("abd"), EOS]]] and len(tables()) == 6
+    assert tokens(build_rows(path, **settings)) == [[[*ids("abd"), EOS]]] and len(tables()) == 8
 
 
 def flip(path):

@@ -148,6 +148,9 @@ def test_what_contradicts_the_draft_is_one_line(work: Path, capsys: pytest.Captu
         assert with_draft_options(plain, state, draft) == with_draft_options(stage, state, draft) == stage
         with pytest.raises(UserError, match=r"^config key model\.kv_layers: \[0\], but the draft at .* has \[1\];"):
             with_draft_options(wrong, state, draft)
+        deep = replace(plain, variant=replace(plain.variant, depth=plain.model.window))
+        with pytest.raises(UserError, match=r"^config key variant\.depth: 512 levels, but the draft's window is "):
+            with_draft_options(deep, state, draft)
     assert with_draft_options(stage, None, None) == stage and read_inputs(stage).draft is not None
 
 

@@ -54,6 +54,18 @@ def test_a_cast_target_is_otherwise_the_same(tmp_path: Path) -> None:
         assert torch.equal(other.get_parameter(name).data, weight.double())
 
 
+def test_a_weight_file_with_more_than_weights_is_one_line(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    state = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    torch.save(state, target / "pytorch_model.bin")
+    assert load_pair(str(target), dtype="bfloat16")[0].dtype == torch.bfloat16
+    torch.save(state | {"epoch": 3}, target / "pytorch_model.bin")
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(UserError, match=r"epoch would be ignored|not a dictionary of plain weights"):
+            load_pair(str(target), dtype=dtype)
+
+
 @pytest.mark.parametrize(("device", "message"), [("tpu!", "not s"), ("meta", "not s"), ("cuda:99", "has")])
 def test_a_device_that_is_not_there_is_one_line(device: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"device: .*{message}"):

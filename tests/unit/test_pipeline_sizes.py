@@ -64,6 +64,14 @@ def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
         chosen_settings(TARGETS["32b"], replace(H100, memory=40 * GIB), 2, 32768)
 
 
+def test_the_trainer_reads_the_values_that_a_stage_states() -> None:
+    texts = ['a "b"\n{prompt}', "it's", "C:\\n", "end\\"]
+    values = {"data.templates": dict(zip("abcd", texts, strict=True)), "data.files": texts, "adam_betas": [0.5, 1e-7]}
+    config = compose_config(ROOT / CONFIGS, "tiny_glide_stage1_sinkpi-slicing", hydra_overrides(values))
+    assert config.data.templates == values["data.templates"]
+    assert config.data.files == texts and config.adam_betas == [0.5, 1e-7]
+
+
 def test_probes_try_every_layer_of_the_upper_part() -> None:
     settings = chosen_settings(QWEN, H100, 0.5, 32768)
     (probe,) = settings.probes.values()

@@ -266,6 +266,14 @@ def test_a_full_disk_loses_no_line_that_was_written(work: Path, caplog: pytest.L
     assert "step 3 cannot be written (No space left on device)" in caplog.text
 
 
+def test_metrics_that_cannot_be_read_are_one_line(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = work / "out" / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    line = refusal(configured(work, "resume=latest"), capsys)
+    assert line.endswith("metrics.jsonl: cannot be read (Is a directory)")
+
+
 COMMITS = ("a" * 40, "b" * 40)
 
 

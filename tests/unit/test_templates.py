@@ -144,6 +144,7 @@ def test_plain_text_has_no_marks():
     [
         (7, "must be text with {context} or {input}"),
         ("Sum up.", "must be text with {context} or {input}"),
+        ("Sum up {{context}}.", "must be text with {context} or {input}"),
         ("{context} Sum up {prompt}.", "not a template (KeyError: 'prompt'); use {context} or {input}"),
         ("{context} Sum up {}.", "not a template"),
         ("{context} Sum up {context.x}.", "not a template"),
@@ -161,7 +162,7 @@ def test_templates_are_for_kinds_with_a_prompt():
     for kind in ("text", "prefix", "messages", "gov_report"):
         with pytest.raises(UserError, match=rf"data\.templates\.{kind}: no such kind of record; use instruction, "):
             check_templates({kind: "{prompt}"}, "data.templates")
-    with pytest.raises(UserError, match=r"data\.templates\.report: must be text with \{prompt\}"):
+    with pytest.raises(UserError, match=r"data\.templates\.report: not a template .*; use \{prompt\}"):
         check_templates({"report": "{context}"}, "data.templates")
 
 

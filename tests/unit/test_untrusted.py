@@ -217,9 +217,11 @@ def test_a_file_that_holds_no_weights_says_what_it_is(run: Path, name: str, cont
         ({"mlp.up_proj.weight": torch.ones(1).expand(2**20, 2**20)}, {}),
         ({"mlp.up_proj.weight": torch.ones(48, 32, dtype=torch.int32)}, {}),
         ({f"\x1b[2J\n{number}" * 99: torch.ones(1) for number in range(999)}, {}),
+        ({"mlp.up_proj.weight": torch.ones(48, 32, device="meta")}, {}),
+        ({"mlp.up_proj.weight": torch.ones(48, 32).to_sparse()}, {}),
         ({}, {"draft_window": [1]}),
     ],
-    ids=["huge", "whole numbers", "strange names", "no window"],
+    ids=["huge", "whole numbers", "strange names", "without data", "sparse", "no window"],
 )
 def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: tuple[Weights, Any]) -> None:
     file = run / "draft_model_weights.pth"
