@@ -33,7 +33,7 @@ def cards_table(shape: str, contexts: list[int], tree_shape: list[int]) -> str:
     """Floors of a vanilla step and of a tree round in milliseconds, batch 1."""
     rows = []
     for card, (bytes_per_s, flops_per_s) in DATA_SHEETS.items():
-        ceilings = Ceilings(bytes_per_s, bytes_per_s, flops_per_s)
+        ceilings = Ceilings(bytes_per_s, flops_per_s)
         for context in contexts:
             vanilla = round_floor_ms(SHAPES[shape], ceilings, [context], (), "glide")
             tree = round_floor_ms(SHAPES[shape], ceilings, [context], tree_shape, "glide")

@@ -17,14 +17,11 @@ class Ceilings:
 
     read_bytes_per_s: float
     """Rate of a kernel that only reads (see `read_bandwidth`), as a decoding step reads weights, keys and values."""
-    copy_bytes_per_s: float
-    """Rate of a device-to-device copy of 4 GiB; bytes read and bytes written both count. For comparison only."""
     matmul_flops_per_s: float
     """Rate of an 8192³ bf16 product of random matrices, sustained over half a second rather than in a first burst."""
 
     def __str__(self) -> str:
-        read, copy = (f"{rate / 1e12:.2f} TB/s" for rate in (self.read_bytes_per_s, self.copy_bytes_per_s))
-        return f"read {read}, copy {copy}, product {self.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
+        return f"read {self.read_bytes_per_s / 1e12:.2f} TB/s, product {self.matmul_flops_per_s / 1e12:.0f} TFLOP/s"
 
     def floor_ms(self, read_bytes: float, flops: float) -> float:
         """Milliseconds that reading the bytes or doing the arithmetic takes, whichever is longer."""
@@ -41,16 +38,11 @@ def measure_ceilings() -> Ceilings:
     from benchmarks.read_bandwidth import measure_read_bandwidth  # needs Triton
 
     read_bytes_per_s = measure_read_bandwidth()
-    source = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    timed_ms(partial(target.copy_, source), runs=9, repeats=5)
-    copy_ms = timed_ms(partial(target.copy_, source), runs=9, repeats=5)
-    source = target = torch.empty(0)
     a, b = torch.randn(2, 8192, 8192, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
     product_ms = timed_ms(partial(torch.mm, a, b, out=out), runs=9, repeats=40)
     torch.cuda.empty_cache()
-    return Ceilings(read_bytes_per_s, 2 * 4 * (1 << 30) / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3)
+    return Ceilings(read_bytes_per_s, 2 * 8192**3 / product_ms * 1e3)
 
 
 def captured_ms(work: Callable[[], object]) -> float:

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.decoding` prints tables and, last, one JSON line, from which `benchmarks.tables` makes them again.
 `--picture` also draws the parts of a tree round. Weights and caches are random, because the time of a round depends on
-shapes alone. Tokens/s need acceptance lengths that an evaluation of a real pair measured: `--acceptance`.
+shapes alone. Tokens/s need acceptance lengths that `longspec draft` measured for a real pair: `--acceptance`.
 `torchrun --nproc_per_node N -m benchmarks.decoding --tp_size N` times a target that N GPUs share. Rank 0 prints, and
 the floor is that of its part, without communication.
 """
@@ -19,10 +19,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,8 +35,6 @@ from benchmarks.tables import print_result, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
 from longspec.inference.engine.batch import Batch, Mode
-from longspec.inference.engine.requests import Request, Ticket
-from longspec.inference.engine.worker import Worker
 from longspec.inference.engine_pool import Pooled
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.memory import slots_for
@@ -157,8 +153,7 @@ def parse_options() -> argparse.Namespace:
     add("--batch_context", type=int, default=32768, help="longest row of a batch; the shortest is 3/4 as long")
     add("--attention", default="auto")
     add("--tp_size", type=int, default=1, help="number of ranks, all of this launch, that share the target")
-    files = "summary.json of an experiment, or of evaluations of one real pair"
-    add("--acceptance", type=Path, nargs="*", default=[], help=files)
+    add("--acceptance", type=Path, help="summary.json of `longspec draft` for a real pair")
     add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="caches of transformers' own code to time")
     add("--picture", type=Path, help="PNG file with the parts of each tree round")
     return parser.parse_args()
@@ -171,9 +166,9 @@ def measure(
     """One method at one context.
 
     nodes: those that the target reads, the root included. columns: rows of the head of a draft with a vocabulary list;
-    None without a list. round_ms, floor_ms: device milliseconds per round. busy: device time of a round divided by its
-    wall-clock time. parts: milliseconds per part of a round, which add up to `round_ms`; empty except for a greedy
-    tree. sums_ms: milliseconds of a verification's sums over the ranks that share the target; None without others.
+    None without a list. round_ms, floor_ms: device milliseconds per round. parts: milliseconds per part of a round,
+    which add up to `round_ms`; empty except for a greedy tree. sums_ms: milliseconds of a verification's sums over the
+    ranks that share the target; None without others.
     """
     # The engine before this one is freed, and blocks that a capture could not free itself.
     gc.collect()
@@ -181,21 +176,12 @@ def measure(
     batch, mode = filled_batch(runner, lengths, method, options)
     engine = batch.state(mode, slice(0, len(lengths)))
     batch.rounds(mode, len(lengths))  # captures them
-    worker = busy_worker(batch, lengths)
 
     def rewind() -> None:
         engine.cache.lengths.copy_(torch.tensor(lengths))
 
     rewind()
     round_ms = timed_ms(lambda: batch.play(mode, len(lengths)), runs=5, repeats=10)
-
-    rewind()
-    torch.cuda.synchronize()
-    start = perf_counter()
-    for _ in range(30):
-        worker.step()
-    torch.cuda.synchronize()
-    wall_ms = (perf_counter() - start) / 30 * 1e3
 
     rewind()
     widths = {"tree": tuple(options.tree_shape), "vanilla": ()}.get(method, (1,) * options.gamma)
@@ -207,7 +193,7 @@ def measure(
     floor_ms = round_floor_ms(runner.config, ceilings, lengths, widths, drafted_by, verified, columns, ranks)
     return {
         **{"context": max(lengths), "batch": len(lengths), "method": method, "temperature": options.temperature},
-        **{"nodes": verified, "columns": columns, "busy": round_ms / wall_ms},
+        **{"nodes": verified, "columns": columns},
         **{"round_ms": round_ms, "floor_ms": floor_ms, "ratio": round_ms / floor_ms},
         "parts": parts_of_round(engine, round_ms) if method == "tree" and engine.sampler.greedy else {},
         "sums_ms": sums_ms(engine),
@@ -223,7 +209,7 @@ def filled_batch(runner: Runner, lengths: list[int], method: str, options: argpa
     single = make_drafter(drafting, runner, 1, GREEDY)
     capacity = slots_for(max(lengths) + 1024, single.depth, single.nodes)
     kind = sampling_kind([sampling])
-    batch = Batch(runner, drafting, rows, capacity, 1, (kind,), False, Pooled(None, capacity, 0, True))
+    batch = Batch(runner, drafting, rows, capacity, 1, kind, Pooled(None, capacity, 0, True))
     batch.assign(range(rows), lengths, [sampling] * rows, range(rows), [True] * rows)
     batch.active.fill_(True)
     # The same on all ranks, because the draft's head depends on them.
@@ -240,17 +226,6 @@ def filled_batch(runner: Runner, lengths: list[int], method: str, options: argpa
     for store in stores:
         store.normal_()
     return batch, Mode(batch.depth > 0, kind, details=False)
-
-
-def busy_worker(batch: Batch, lengths: list[int]) -> Worker:
-    """The engine's loop, with a request in each row that does not end."""
-    worker = Worker(batch, None)
-    for length in lengths:
-        prompt = np.zeros(length, dtype=np.int64)
-        row, *_ = worker.rows.take(prompt)
-        row.job = Ticket(Request([0], 1 << 30), lambda event: None, 0.0, root=0)
-        row.job.prompt = prompt
-    return worker
 
 
 def random_vocabulary(size: int, vocab: int) -> Tensor:

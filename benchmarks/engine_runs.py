@@ -42,16 +42,14 @@ class Run:
     """Token ids by context."""
     concurrent: list[int]
     tokens: int
-    dtype: str
-    options: dict[str, Any]
-    """Further options of the engine."""
+    dtype: Any
 
 
 def ours(run: Run) -> Generate:
     from longspec.cli.options import PairOptions
     from longspec.cli.pair import SamplingOptions, open_pair
 
-    pair = open_pair(PairOptions(run.target, run.draft, **{"dtype": run.dtype} | run.options), run.method)
+    pair = open_pair(PairOptions(run.target, run.draft, dtype=run.dtype), run.method)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=len(prompts))
@@ -79,13 +77,12 @@ def vllm(run: Run) -> Generate:
 def sglang(run: Run) -> Generate:
     from sglang import Engine
 
-    options = recommended(run)
+    options = recommended(run) | {"disable_radix_cache": True, "skip_tokenizer_init": True, "log_level": "error"}
     if run.method != "vanilla":
         options["speculative_algorithm"] = run.method.upper()
     if run.method == "glide":
         options["speculative_draft_model_path"] = run.draft
-    common = {"disable_radix_cache": True, "skip_tokenizer_init": True, "log_level": "error"}
-    model = Engine(model_path=run.target, dtype=run.dtype, **(common | options))
+    model = Engine(model_path=run.target, dtype=run.dtype, **options)
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -96,7 +93,7 @@ def sglang(run: Run) -> Generate:
 
 
 def recommended(run: Run) -> dict[str, Any]:
-    return (RECOMMENDED[run.engine] if run.setting == "latency" else {}) | run.options
+    return dict(RECOMMENDED[run.engine]) if run.setting == "latency" else {}
 
 
 ENGINES = {"ours": ours, "vllm": vllm, "sglang": sglang}

@@ -1,7 +1,7 @@
 """This project next to vLLM and SGLang: the same prompts and weights, one device, one engine at a time.
 
 `python -m benchmarks.engines --target FOLDER --draft DRAFT --prompts FILE.jsonl` prints a table and, last, one JSON
-line. Each row is a process of its own. Engines that are not installed are named and skipped; `--python sglang=PATH`
+line. Each row is a process of its own, whose errors are shown. `--engines` chooses engines, and `--python sglang=PATH`
 names the interpreter of another environment. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, the
 shortest context first; its prompts are also those that run concurrently. Answers are greedy and have equal lengths.
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,7 @@ METHODS = {
     "vllm": ("vanilla", "ngram"),
     "sglang": ("vanilla", "ngram", "glide"),
 }
-PACKAGES = {"ours": "longspec", "vllm": "vllm", "sglang": "sglang"}
 NEEDS_DRAFT = ("glide",)
-RAISED = re.compile(r"^(?:\(.*?\) )?(?:[A-Z]+ .*?\] )?((?:\w+\.)*\w*(?:Error|Exception)\b(?:: .*)?)$", re.MULTILINE)
-"""The last line of a traceback. Engines put the name of a process and the time before it."""
 
 
 @reports_user_errors
@@ -46,15 +43,17 @@ def main() -> None:
     prompts = read_prompts(options.prompts)
     rows: list[dict[str, Any]] = []
     for engine in options.engines:
-        python = options.python.get(engine, sys.executable)
-        if not is_installed(engine, python):
-            print(f"{engine}: skipped, {python} has no package {PACKAGES[engine]}", flush=True)
-            continue
-        for method in METHODS[engine]:
+        settings = [one for one in options.settings if one == "defaults" or engine in RECOMMENDED]
+        for method, setting in product(METHODS[engine], settings):
             if method in NEEDS_DRAFT and options.draft is None:
                 print(f"{engine} {method}: skipped, needs --draft", flush=True)
             elif options.methods is None or method in options.methods:
-                rows += measure_method(options, prompts, engine, method, python)
+                # An engine would look for a draft that it does not use.
+                draft = options.draft if engine == "ours" or method in NEEDS_DRAFT else None
+                shared = (options.target, draft, prompts, options.concurrent, options.tokens, options.dtype)
+                python = options.python.get(engine, sys.executable)
+                result = run_alone(Run(engine, method, setting, *shared), python, options.limit)
+                rows.append({"engine": engine, "method": method, "setting": setting} | result)
     count_same(rows)
     for row in rows:
         row.pop("answers", None)
@@ -62,55 +61,26 @@ def main() -> None:
     print_result("engines", options, rows=rows)
 
 
-def measure_method(
-    options: argparse.Namespace, prompts: dict[str, list[list[int]]], engine: str, method: str, python: str
-) -> list[dict[str, Any]]:
-    """The rows of one method: at the engine's defaults, and with what it recommends for latency."""
-    rows = []
-    for setting in ("defaults", "latency") if engine in RECOMMENDED else ("defaults",):
-        if setting in options.settings:
-            # An engine would look for a draft that it does not use.
-            draft = options.draft if engine == "ours" or method in NEEDS_DRAFT else None
-            further = options.engine_args.get(engine, {})
-            run = Run(
-                *(engine, method, setting, options.target, draft, prompts),
-                *(options.concurrent, options.tokens, options.dtype, further),
-            )
-            rows.append(
-                {"engine": engine, "method": method, "setting": setting} | run_alone(run, python, options.limit)
-            )
-    return rows
-
-
 def run_alone(run: Run, python: str, limit: float) -> dict[str, Any]:
     """The result of a run in its own process, or an `error`. limit: seconds."""
     print(f"{run.engine} {run.method}, {run.setting} ...", flush=True)
     command = [python, "-m", "benchmarks.engine_runs"]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
-    causes = []
+    ended = True
     try:
         process.communicate(json.dumps(asdict(run)), timeout=limit)
     except subprocess.TimeoutExpired:
-        causes.append(f"no end within {limit:.0f} s")
+        ended = False
     finally:
         # An engine has processes of its own. One that outlives its run would disturb the next.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        output, log = process.communicate()
+        output, _ = process.communicate()
     try:
         return json.loads(output)
     except ValueError:
-        print(log, file=sys.stderr)
-        # What a process raises first is the cause of what the others raise.
-        causes += RAISED.findall(log)[:1]
-        return {"error": ": ".join(causes)[:200] or f"exit status {process.returncode}"}
-
-
-def is_installed(engine: str, python: str) -> bool:
-    """Whether an engine's interpreter finds its package, without importing it."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({PACKAGES[engine]!r}) is None)"
-    return subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+        return {"error": f"exit status {process.returncode}" if ended else f"no end within {limit:.0f} s"}
 
 
 def read_prompts(file: Path) -> dict[str, list[list[int]]]:
@@ -161,14 +131,6 @@ def named(text: str) -> tuple[str, str]:
     return engine, value
 
 
-def named_json(text: str) -> tuple[str, dict[str, Any]]:
-    engine, value = named(text)
-    try:
-        return engine, dict(json.loads(value))
-    except (ValueError, TypeError):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a JSON object after {engine}=") from None
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of the target's weights")
@@ -181,10 +143,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=sorted({m for methods in METHODS.values() for m in methods}))
     parser.add_argument("--settings", nargs="+", choices=["defaults", "latency"], default=["defaults", "latency"])
     parser.add_argument("--python", type=named, nargs="*", default=[], help="ENGINE=INTERPRETER")
-    parser.add_argument("--engine_args", type=named_json, nargs="*", default=[], help="ENGINE=JSON, further options")
     parser.add_argument("--limit", type=float, default=900, help="seconds per run")
     options = parser.parse_args()
-    options.python, options.engine_args = dict(options.python), dict(options.engine_args)
+    options.python = dict(options.python)
     if options.tokens < 2:
         parser.error("--tokens: at least 2")
     return options

@@ -7,14 +7,12 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from benchmarks.ceilings import measure_ceilings
+from benchmarks.ceilings import measure_ceilings, timed_ms
 from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import print_result
 from longspec import generate
@@ -66,17 +64,11 @@ def theirs(model: GlideMixin, ids: Tensor) -> None:
 def timed(prefill: Callable[[], None], weights: int, runs: int) -> dict[str, float]:
     """Median seconds of a prefill after one warm-up, and peak memory in addition to the weights."""
     prefill()
-    seconds = []
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        start = perf_counter()
-        prefill()
-        torch.cuda.synchronize()
-        seconds.append(perf_counter() - start)
+    seconds = timed_ms(prefill, runs, repeats=1) / 1e3
     peak = torch.cuda.max_memory_allocated() - weights
     torch.cuda.empty_cache()
-    return {"seconds": median(seconds), "peak_gib": peak / 2**30}
+    return {"seconds": seconds, "peak_gib": peak / 2**30}
 
 
 def generation(model: GlideMixin, length: int, weights: int) -> dict[str, float]:

@@ -57,10 +57,9 @@ def parts_table(rounds: Sequence[Result]) -> str:
 def round_name(row: Result) -> str:
     """The method of a round, with the settings by which rounds of one run differ."""
     name = row["method"]
-    # Outputs of earlier versions have neither nodes nor columns.
-    if name == "tree" and row.get("nodes"):
+    if name == "tree":
         name += f", {row['nodes']} nodes"
-    if row.get("columns"):
+    if row["columns"]:
         name += f", {row['columns']} columns"
     return name + (f", T = {row['temperature']:g}" if row["temperature"] else "")
 

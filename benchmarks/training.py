@@ -205,8 +205,7 @@ def measure(
             waits.append(metrics["data_seconds"])
         # Drop the loaded step: the target's pass over its first micro-batch may have started.
         steps.start(step + 1, islice(arrays, steps.accumulation))
-        assert steps.batches is not None
-        micro_batches = steps.batches.micro_batches
+        micro_batches = steps.micro_batches
         parts = timed_parts(trainer, step + 1, termination)
         if options.profile:
             steps.start(step + 2, islice(arrays, steps.accumulation))

@@ -25,8 +25,7 @@ def training_flops(config: Any, segments: Sequence[int], scored: int, reads_targ
     """Operations for packed segments of `segments` tokens each, `scored` tokens of which are in the loss.
 
     Forward: a matrix product takes 2 operations per weight and token. Attention takes 4 · H · D per pair of a query and
-    a visible key; masked pairs are not counted. If the loss does not read the target's hidden states (`reads_target` is
-    false), its last layer computes only keys and values.
+    a visible key; masked pairs are not counted. reads_target: whether the loss reads the target's hidden states.
 
     Backward: a product takes twice its forward cost (gradients of input and weight), and so does self-attention.
     Cross-attention takes its forward cost once, because the target's keys and values are frozen. lm_head is frozen
@@ -38,9 +37,7 @@ def training_flops(config: Any, segments: Sequence[int], scored: int, reads_targ
     causal = sum(length * (length + 1) // 2 for length in segments)
 
     layer = 2 * layer_weights(config) * tokens + pair * causal
-    keys_values = 2 * 2 * config.hidden_size * config.num_key_value_heads * width * tokens
-    whole_layers = config.num_hidden_layers if reads_target else config.num_hidden_layers - 1
-    target = whole_layers * layer + (0 if reads_target else keys_values)
+    target = config.num_hidden_layers * layer
 
     products = 2 * draft_weights(config) * tokens
     window = pair * _windowed_pairs(segments)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING
 
 from longspec.errors import UserError
-from longspec.pipeline.samples import NOTHING, Figure, Samples, context_name, speed_ratio
+from longspec.pipeline.samples import KEY, NOTHING, Figure, Samples, context_name, speed_ratio
 from longspec.pipeline.settings import TASKS
 
 PAPER = {
@@ -151,8 +151,7 @@ def _holds(claim: str, expected: str, figure: Figure, least: float) -> Verdict:
 
 def _lossless(samples: Samples) -> Verdict:
     """Compare greedy outputs with vanilla's. In half precision, rounding decides near-ties, so some may differ."""
-    keys = ["task", "context", "id"]
-    both = samples.of("tree", loops=True).merge(samples.of("vanilla", loops=True), on=keys, suffixes=("", "_other"))
+    both = samples.of("tree", loops=True).merge(samples.of("vanilla", loops=True), on=KEY, suffixes=("", "_other"))
     if both.empty:
         return Verdict("Greedy output equals vanilla's", "yes", "-", "not measured")
     same = sum(one == other for one, other in zip(both["token_ids"], both["token_ids_other"], strict=True))

@@ -1,10 +1,9 @@
 """The page of `experiments.drafts`: acceptance against context, time per round, memory and training of each draft."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib
@@ -14,18 +13,17 @@ import torch
 
 from experiments.comparison import BASELINES, Comparison, arm_settings
 from longspec.errors import UserError
-from longspec.inference.drafting.lookup import LookupDrafter, TokenHistory
 from longspec.inference.memory import slot_bytes
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_layer import head_dim
 from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import read_config
-from longspec.pipeline.cells import CELL_KEY, read_samples
-from longspec.pipeline.evaluation import evaluation_folder, shortened
-from longspec.pipeline.files import prompts_file, read_jsonl
+from longspec.pipeline.cells import read_samples
+from longspec.pipeline.evaluation import evaluation_folder
+from longspec.pipeline.files import read_jsonl
 from longspec.pipeline.report import draw_lines, write_tables
 from longspec.pipeline.samples import Figure, pooled, prompt_names
-from longspec.pipeline.settings import FORCED
+from longspec.pipeline.settings import FORCED, MethodSettings
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import FACTS as STAGE_FACTS
 from longspec.pipeline.training import final_draft, run_folder, stage_row
@@ -35,7 +33,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 PICTURE = "acceptance.png"
-LOOKUP = "lookup"
 MIB = 2**20
 
 
@@ -44,11 +41,11 @@ def write_results(settings: Any, comparison: Comparison, root: Path, command: st
     frame = pandas.DataFrame(list(all_lines(comparison, root)))
     if frame.empty:
         raise UserError(f"{root}: no arm is measured yet")
-    shapes = {method.name: "tree" if max(method.tree_shape) > 1 else "chain" for method in comparison.methods}
-    forced = frame[frame["bound"].notna()].assign(shape=lambda lines: lines["method"].map(shapes))
-    lookups = lookup_lines(settings, comparison, root)
-    # In both panels, because a lookup has one kind of proposal.
-    forced = pandas.concat([forced, *(lookups.assign(shape=shape) for shape in dict.fromkeys(forced["shape"]))])
+    shapes = {
+        name: "tree" if max(method.tree_shape) > 1 else "chain" for name, method in forced_methods(comparison).items()
+    }
+    is_forced = frame["method"].isin(shapes)
+    forced = frame[is_forced].assign(shape=lambda lines: lines["method"].map(shapes))
     training = training_table(settings, comparison, root)
     folder = Path(comparison.report)
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,10 +53,10 @@ def write_results(settings: Any, comparison: Comparison, root: Path, command: st
         "Acceptance against context": (
             "Tokens per round on vanilla's greedy answers to the longest prompts, which are shortened to their head "
             "and their last tokens, so that only the context changes. The bound at T = 1 is that of the deterministic "
-            "tree.",
+            "tree. Errors are over seeds if there are several, else over prompts.",
             acceptance_table(forced),
         ),
-        "Decoding": ("Batch 1, outputs without repetition loops.", decoding_table(frame[frame["bound"].isna()])),
+        "Decoding": ("Batch 1, outputs without repetition loops.", decoding_table(frame[~is_forced])),
         "Drafts": (
             "Memory at the longest context, batch 1. Seconds are those of all stages, start-up included.",
             draft_table(settings, comparison, root, training),
@@ -68,9 +65,8 @@ def write_results(settings: Any, comparison: Comparison, root: Path, command: st
     }
     draw(forced, folder / PICTURE)
     facts = json.loads(next((root / "arms").glob("*/evaluation/settings.json")).read_text())
-    notes = ["errors: over seeds if there are several, else over prompts"]
     page = folder / "README.md"
-    write_tables(page, f"Drafts for {settings.target}", settings, command, facts, notes, [PICTURE], tables)
+    write_tables(page, f"Drafts for {settings.target}", settings, command, facts, [PICTURE], tables)
     kept = frame.drop(columns="token_ids").to_json(orient="records", lines=True)
     write_atomically(folder / "samples.jsonl", kept)
     return page
@@ -83,17 +79,23 @@ def runs(comparison: Comparison, root: Path) -> Iterator[tuple[str, int, Path]]:
             yield name, int(folder.name.removeprefix(f"{name}-")), folder
 
 
+def forced_methods(comparison: Comparison) -> dict[str, MethodSettings]:
+    """The teacher-forced methods by name."""
+    return {one.name: one for one in (*comparison.methods, *comparison.baselines) if one.kind == FORCED}
+
+
 def all_lines(comparison: Comparison, root: Path) -> Iterator[dict[str, Any]]:
     """The samples of all arms and seeds with the columns `arm` and `run`, and those of the baselines."""
-    # A sample's own seed is that of its decoding, so the run's has another name.
     names = {method.name for method in comparison.methods}
     for name, run, folder in runs(comparison, root):
         for line in read_samples(evaluation_folder(folder)):
             if line["method"] in names:
-                yield {"bound": np.nan, "last_tokens": None} | line | {"arm": name, "run": run}
+                yield {"bound": 0.0, "last_tokens": None} | line | {"arm": name, "run": run}
     if (root / BASELINES).exists():
+        drafters = {name: method.drafter for name, method in forced_methods(comparison).items()}
         for line in read_jsonl(root / BASELINES):
-            yield {"bound": np.nan, "last_tokens": None} | line | {"arm": line["method"], "run": 0}
+            arm = drafters.get(line["method"], line["method"])
+            yield {"bound": 0.0, "last_tokens": None} | line | {"arm": arm, "run": 0}
 
 
 def over_runs(group: pandas.DataFrame, top: str, bottom: str) -> Figure:
@@ -116,7 +118,7 @@ def acceptance_table(forced: pandas.DataFrame) -> pandas.DataFrame:
         row: dict[str, Any] = {"draft": arm, "proposal": shape}
         for context, own in group.groupby(read_tokens(group)):
             row[f"{context} tokens"] = str(over_runs(own, "decoded_tokens", "rounds"))
-            if own["bound"].notna().any():
+            if own["bound"].any():
                 row[f"{context} tokens, bound at T = 1"] = str(over_runs(own, "bound", "rounds"))
         rows.append(row)
     return pandas.DataFrame(rows)
@@ -179,52 +181,6 @@ def training_table(settings: Any, comparison: Comparison, root: Path) -> pandas.
             if row := stage_row(part, replace(planned, steps=steps)):
                 rows.append({"draft": name, "seed": seed} | row)
     return pandas.DataFrame(rows, columns=None if rows else ["draft", "seconds"])
-
-
-def lookup_lines(settings: Any, comparison: Comparison, root: Path) -> pandas.DataFrame:
-    """Prompt lookup on the same texts as the forced samples, which follows from the texts alone."""
-    methods = [method for method in comparison.methods if method.kind == FORCED]
-    lookups = [method for method in comparison.baselines if method.kind == LOOKUP]
-    if not methods or not lookups or not (root / BASELINES).exists():
-        return pandas.DataFrame()
-    text, lines = TargetText.load(settings.target), []
-    answers = [line for line in read_jsonl(root / BASELINES) if (line["method"], line["temperature"]) == ("vanilla", 0)]
-    prompts = {
-        (task, record["length"], record["id"]): record
-        for task in settings.evaluation.tasks
-        if prompts_file(root, "test", task).exists()
-        for record in read_jsonl(prompts_file(root, "test", task))
-    }
-    for method in {(method.last_tokens, tuple(method.contexts)): method for method in methods}.values():
-        for line in answers:
-            if line["context"] not in (method.contexts or [line["context"]]):
-                continue
-            record = prompts[line["task"], line["context"], line["id"]]
-            ids = shortened(text.prompt_ids(record), method.last_tokens)
-            rounds, tokens = lookup_rounds(ids, line["token_ids"], lookups[0].gamma)
-            figures = {"rounds": rounds, "decoded_tokens": tokens, "bound": np.nan, "last_tokens": method.last_tokens}
-            key = {name: line[name] for name in (*CELL_KEY, "id", "loops")}
-            lines.append(key | figures | {"arm": LOOKUP, "run": 0, "method": "forced"})
-    return pandas.DataFrame(lines)
-
-
-def lookup_rounds(prompt: Sequence[int], answer: Sequence[int], gamma: int) -> tuple[int, int]:
-    """Rounds and tokens of prompt lookup with chains of `gamma` tokens on a given answer, as `forced_acceptance` counts
-    them."""
-    drafter = LookupDrafter(TokenHistory(1, torch.device("cpu")), gamma)
-    ids = torch.tensor([[*prompt, *answer]])
-    drafter.reserve(ids.shape[1] + gamma + 1)
-    drafter.start(ids[:, : len(prompt)], torch.tensor([len(prompt)]))
-    read, rounds = len(prompt), 0
-    while read + gamma + 2 <= ids.shape[1]:
-        root = ids[:, read]
-        cache: Any = SimpleNamespace(lengths=torch.tensor([read], dtype=torch.int32))
-        proposed, true = drafter.propose(root, cache).tokens[0, 1:], ids[0, read + 1 : read + 1 + gamma]
-        count = 1 + int((proposed == true).long().cumprod(0).sum())
-        positions = torch.arange(read, read + count)[None]
-        drafter.feed(ids[:, read : read + count], positions, torch.ones_like(positions, dtype=torch.bool))
-        read, rounds = read + count, rounds + 1
-    return rounds, read - len(prompt)
 
 
 def draw(forced: pandas.DataFrame, file: Path) -> None:

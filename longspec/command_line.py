@@ -51,7 +51,7 @@ def add_drafting_options(add: Callable[..., Any], method: str) -> None:
     """Add DRAFTING. method: the default one."""
     add("--method", choices=(*METHODS, AUTO), default=method, help="how tokens are proposed")
     shape = list(DEFAULT_SHAPE)
-    add("--tree_shape", type=_width, nargs="*", default=shape, help="tree: number of nodes in each level")
+    add("--tree_shape", type=int, nargs="*", default=shape, help="tree: number of nodes in each level")
     rule = "how a tree is drafted and accepted above temperature 0"
     add("--tree_rule", choices=TREE_RULES, default=TREE_RULES[0], help=rule)
     add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")
@@ -62,12 +62,3 @@ def add_drafting_options(add: Callable[..., Any], method: str) -> None:
 def drafting_of(options: Any) -> Drafting:
     """The drafting settings among the options."""
     return Drafting(**{name: getattr(options, name) for name in DRAFTING})
-
-
-def _width(value: str) -> int:
-    """One value of --tree_shape."""
-    try:
-        return int(value)
-    except ValueError:
-        hint = f"; use --method {AUTO}, which chooses the tree in each round" if value == AUTO else ""
-        raise argparse.ArgumentTypeError(f"invalid int value: {value!r}{hint}") from None

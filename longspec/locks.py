@@ -2,12 +2,10 @@
 
 import errno
 import fcntl
-import json
 import logging
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -25,50 +23,42 @@ UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def locked(folder: str | Path) -> Iterator[None]:
     """Hold the lock of a folder, which is created if needed, inside the context: an exclusive `flock` on a file in it.
 
-    The kernel releases it when the process ends, even by a crash. On NFS it is effective across hosts. The file holds
-    the holder's name and is never removed, because a second run may already have opened it. Raises UserError, and
-    changes nothing, if another run holds the lock, and if the file cannot be written.
+    The kernel releases it when the process ends, even by a crash. On NFS it is effective across hosts. The file is
+    never removed, because a second run may already have opened it. Raises UserError if another run holds the lock, and
+    if the file cannot be written.
     """
     file = Path(folder) / LOCK_NAME
-    with ExitStack() as stack:
-        with os_errors(f"output_dir: {file} cannot be written"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            stream = stack.enter_context(file.open("a+b", buffering=0))
-            if not _flock(stream, file):
-                stream.seek(0)
-                raise UserError(
-                    f"output_dir: another run{_holder(stream.read(4096))} is writing to {folder}; wait for it, stop "
-                    "it, or give another output_dir"
-                )
-            stream.truncate(0)
-            stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-            os.fsync(stream.fileno())
+    with os_errors(f"output_dir: {file} cannot be written"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        stream = file.open("ab")
+    with stream:
+        if not _flock(stream, file):
+            raise UserError(
+                f"output_dir: another run is writing to {folder}; wait for it, stop it, or give another output_dir"
+            )
         # A loading process that outlives its rank must not hold the lock.
         os.register_at_fork(after_in_child=stream.close)
         yield
 
 
 @contextmanager
-def locked_file(path: Path, mode: str = "ab", wait: bool = False) -> Iterator[IO[bytes]]:
-    """A file, opened and locked until the context ends. Raises UserError if another process has locked it.
-
-    wait: whether to wait until the other process releases it.
-    """
+def locked_file(path: Path) -> Iterator[None]:
+    """Hold the lock of a file inside the context. Raises UserError if another process has locked it."""
     with os_errors(f"{path}: cannot be opened"):
-        stream = path.open(mode)
+        stream = path.open("ab")
     with stream:
-        if not _flock(stream, path, wait):
+        if not _flock(stream, path):
             raise UserError(f"{path}: another run is writing to it; wait for it, or stop it")
-        yield stream
+        yield
 
 
-def _flock(stream: IO[bytes], file: Path, wait: bool = False) -> bool:
-    """Lock an open file. Returns whether it is locked; it is not if another process holds the lock and `wait` is false.
+def _flock(stream: IO[bytes], file: Path) -> bool:
+    """Lock an open file. Returns whether it is locked; it is not if another process holds the lock.
 
     On a file system without locks a warning is logged instead. Raises UserError.
     """
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -76,12 +66,3 @@ def _flock(stream: IO[bytes], file: Path, wait: bool = False) -> bool:
             raise UserError(f"{file}: cannot be locked ({error.strerror})") from error
         logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
     return True
-
-
-def _holder(content: bytes) -> str:
-    """The holder in a lock file as part of a message; nothing if the file is unreadable."""
-    try:
-        fields = json.loads(content)
-        return f" (process {int(fields['pid'])} on {str(fields['host'])!r})"
-    except (ValueError, LookupError, TypeError):
-        return ""

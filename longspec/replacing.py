@@ -30,6 +30,8 @@ def replacing(path: Path, folder: bool = False) -> Iterator[Path]:
             unfinished.mkdir(parents=True)
         yield unfinished
         # After a power failure a renamed file could be empty otherwise.
+        for file in unfinished.rglob("*") if folder else ():
+            sync(file)
         sync(unfinished)
         unfinished.replace(path)
     finally:

@@ -73,17 +73,6 @@ def token_attention(qkv: Tensor, slots: TokenSlots, lengths: Tensor, scale: floa
     return out.transpose(1, 2).flatten(2)
 
 
-def root_paths(tree_mask: Tensor) -> Tensor:
-    """Reference of `deterministic.root_paths`, 0 after each path."""
-    paths = torch.zeros(*tree_mask.shape[:2], tree_mask.shape[2] + 1, dtype=torch.int32, device=tree_mask.device)
-    for row in range(len(paths)):
-        for node, visible in enumerate(tree_mask[row]):
-            path = visible.nonzero()[:, 0]
-            paths[row, node, 0] = len(path) - 1
-            paths[row, node, 1 : len(path) + 1] = path
-    return paths
-
-
 def path_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, paths: Tensor | None, scale: float) -> Tensor:
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):

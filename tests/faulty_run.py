@@ -2,18 +2,15 @@
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
-from longspec.ranks.agreement import Termination, from_rank_zero
 from longspec.train import run
 from longspec.train.steps import OptimizerSteps
-from longspec.train.trainer import Trainer
 
 STEP = 3
 rank, fault = int(os.environ["RANK"]), os.environ["FAULT"]
-train_step, forward, train = OptimizerSteps.take, OptimizerSteps.forward, Trainer.run
+train_step, forward = OptimizerSteps.take, OptimizerSteps.forward
 
 
 def one_rank_ends(self: OptimizerSteps, step: int, *args: object) -> object:
@@ -31,12 +28,6 @@ def loss_is_nan(self: OptimizerSteps, micro_step: int, batch: dict) -> tuple:
     return loss, terms
 
 
-def rank_zero_waits(self: Trainer, termination: Termination) -> bool:
-    """Rank 0 reads the FIFO WAITS_FOR before step 1. The others wait in a collective, which no signal interrupts."""
-    from_rank_zero(lambda: Path(os.environ["WAITS_FOR"]).read_text())
-    return train(self, termination)
-
-
 def disks_are_local() -> None:
     """Change to a folder per rank, so that a relative output_dir is local to each rank."""
     sys.argv[1:] = [os.path.abspath(given) if given.startswith("conf/") else given for given in sys.argv[1:]]
@@ -47,8 +38,6 @@ if fault in ("throws", "dies"):
     OptimizerSteps.take = one_rank_ends  # type: ignore[assignment, method-assign]
 elif fault == "nan":
     OptimizerSteps.forward = loss_is_nan  # type: ignore[assignment, method-assign]
-elif fault == "waits":
-    Trainer.run = rank_zero_waits  # type: ignore[method-assign]
 elif fault == "local":
     disks_are_local()
 else:

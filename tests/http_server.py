@@ -49,7 +49,7 @@ def chat_tokenizer():
     return byte_tokenizer(TEMPLATE)
 
 
-def encode(prompts: list[str | list[Turn]]) -> list[list[int]]:
+def encode(prompts: list[str | list[Turn]], variables: object = None) -> list[list[int]]:
     tokenizer = chat_tokenizer()
     texts = [p if isinstance(p, str) else conversation_text(p, "llama", tokenizer, "tokenizer") for p in prompts]
     return encode_texts(texts, tokenizer)

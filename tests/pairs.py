@@ -110,7 +110,6 @@ class Handed:
     """An objective that hands over what `pick` makes of (draft hidden, target hidden, labels, lm_head)."""
 
     pick: Callable[..., Any]
-    reads_target: bool = False
 
     def __call__(self, *given: Any) -> Any:
         return self.pick(*given[:4])

@@ -23,13 +23,12 @@ def training_pass(
     pick: Callable[..., Any],
     positions: Sequence[Tensor] | None = None,
     rows: int = 1,
-    reads_target: bool = False,
 ) -> Any:
-    """The training forward over segments of tokens, packed into `rows` rows, with `Handed(pick, reads_target)`."""
+    """The training forward over segments of tokens, packed into `rows` rows, with `Handed(pick)`."""
     tokens, device = torch.cat(list(segments)).view(rows, -1), segments[0].device
     at = torch.cat(list(positions or [torch.arange(len(segment)) for segment in segments])).view(rows, -1)
     borders = torch.tensor([0, *accumulate(map(len, segments))], dtype=torch.int32)
-    objective = Handed(pick, reads_target)
+    objective = Handed(pick)
     return model(tokens, labels=tokens, position_ids=at.to(device), cu_seqlens=borders, lags=lags, objective=objective)
 
 

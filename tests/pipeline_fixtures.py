@@ -31,7 +31,7 @@ def write_text_folder(folder: Path) -> Path:
 
     def meeting(number: int) -> dict:
         lines = [f"Speaker {number}: {words(choice.randint(3, 9))} ." for _ in range(60)]
-        queries = [{"query": f"{words(5)} {part}?", "answer": words(9)} for part in range(2)]
+        queries = [{"query": "who?", "answer": words(9)} for _ in range(2)]
         return {"id": f"m{number}", "context": "\n".join(lines) + "\n", "queries": queries}
 
     (folder / "gsm8k").mkdir(parents=True)
@@ -39,9 +39,8 @@ def write_text_folder(folder: Path) -> Path:
         questions = [{"source": f"{split} {n} {words(8)}?", "target": f"{words(6)}\n#### {n}"} for n in range(count)]
         _write(folder / "gsm8k" / f"{split}.jsonl", questions)
     _write(folder / "qmsum_train.jsonl", [meeting(number) for number in range(40)])
-    tests = [meeting(number) for number in range(100, 104)]
-    _write(folder / "qmsum_test.jsonl", [{"_id": m["id"], "context": m["context"], "input": "who?"} for m in tests])
-    _write(folder / "aime24.jsonl", [{"id": 1, "problem": "What is 1 + 1?", "answer": "2"}])
+    _write(folder / "qmsum_test.jsonl", [meeting(number) for number in range(100, 104)])
+    _write(folder / "aime24_test.jsonl", [{"id": 1, "problem": "What is 1 + 1?", "answer": "2"}])
     return folder
 
 

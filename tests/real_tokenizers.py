@@ -2,8 +2,7 @@
 
 `vicuna`: SentencePiece with byte fallback and no chat template, an old-style rope_scaling, sharded .bin weights.
 `llama3`: byte-level BPE with header tokens; its EOS token is not the one that ends a turn.
-`qwen`: byte-level BPE without a BOS token, ChatML.
-`qwen3`: the same, with a template that thinks unless `enable_thinking` is false.
+`qwen3`: byte-level BPE without a BOS token, ChatML that thinks unless `enable_thinking` is false.
 """
 
 import io
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-SHAPES = ("vicuna", "llama3", "qwen", "qwen3")
+SHAPES = ("vicuna", "llama3", "qwen3")
 CORPUS = [
     "The target reads a prompt, and its draft guesses the words that come next.",
     "You are a helpful assistant. Write a one-page summary of the report.",
@@ -31,13 +30,6 @@ LLAMA3_TEMPLATE = (
     "{{ message['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-QWEN_TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a tiny model.<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 QWEN3_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -48,7 +40,7 @@ QWEN3_TEMPLATE = (
 def make_real_target(folder: Path, shape: str) -> Path:
     """A random target of 3 layers with a tokenizer of `shape`."""
     folder.mkdir(parents=True)
-    {"vicuna": _vicuna, "llama3": _llama3, "qwen": _qwen, "qwen3": _qwen3}[shape](folder)
+    {"vicuna": _vicuna, "llama3": _llama3, "qwen3": _qwen3}[shape](folder)
     return folder
 
 
@@ -85,16 +77,12 @@ def _llama3(folder: Path) -> None:
     _save(folder, "llama", fast, bos_token_id=bos, eos_token_id=ends)
 
 
-def _qwen(folder: Path, family: str = "qwen2", template: str = QWEN_TEMPLATE) -> None:
+def _qwen3(folder: Path) -> None:
     tokenizer = _byte_bpe(QWEN_TOKENS)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=QWEN_TOKENS[2], pad_token=QWEN_TOKENS[0])
-    fast.chat_template = template
+    fast.chat_template = QWEN3_TEMPLATE
     ends = [tokenizer.token_to_id(QWEN_TOKENS[2]), tokenizer.token_to_id(QWEN_TOKENS[0])]
-    _save(folder, family, fast, eos_token_id=ends)
-
-
-def _qwen3(folder: Path) -> None:
-    _qwen(folder, "qwen3", QWEN3_TEMPLATE)
+    _save(folder, "qwen3", fast, eos_token_id=ends)
 
 
 def _byte_bpe(special_tokens: tuple[str, ...]) -> Tokenizer:

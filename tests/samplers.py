@@ -4,17 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import (
-    EpsilonLogitsWarper,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from pairs import tiny_config
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
-from longspec.inference.request import Sampling
+from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.row_settings import RowSettings
 from longspec.inference.sampling import Sampler, sampling_kind
 from longspec.kernels.choice import backend_of
@@ -32,16 +25,10 @@ def sampler(
     return made
 
 
-WARPERS: dict[str, Any] = {
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-    "typical_p": TypicalLogitsWarper,
-    "epsilon_cutoff": EpsilonLogitsWarper,
-}
+_MODEL: Any = LlamaForCausalLM(tiny_config("llama"))
 
 
 def transformers_warpers(temperature: float, options: Mapping[str, Any]) -> LogitsProcessorList:
-    """Those of the options that are set, in transformers' order; other options are left out."""
-    own = [warper(options[name]) for name, warper in WARPERS.items() if name in options]
-    return LogitsProcessorList([TemperatureLogitsWarper(temperature), *own])
+    """Those of the filters that are set, as transformers itself orders them; other options are left out."""
+    filters = {name: options.get(name, neutral) for name, neutral in FILTERS.items()}
+    return _MODEL._get_logits_processor(GenerationConfig(do_sample=True, temperature=temperature, **filters))

@@ -252,7 +252,7 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
         scale = 0.2 * model.config.hidden_size**0.5
         optimizers[torch.optim.Muon(muon, weight_decay=config.weight_decay / scale, momentum=0.95)] = scale
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks
-    objective = Handed(partial(_mean_loss, config.loss), reads_target=config.loss != "ce")
+    objective = Handed(partial(_mean_loss, config.loss))
     losses = []
     for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
         batch = inputs.collate([inputs.rows[number] for number in numbers])

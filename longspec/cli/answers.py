@@ -3,33 +3,30 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from longspec.cli.output import StdoutLines
+from longspec.cli.output import StdoutLines, write_summary
 from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
-from longspec.data.templates import check_embedded, encode_texts
+from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 from longspec.inference.answering import Listener
 from longspec.inference.device import device_name
 from longspec.inference.engine.requests import Tokens
-from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
-from longspec.jobs.job import TOKENS, Count, ResumableJob, open_results, writing
-from longspec.jobs.results import Line, Results, resume_results
+from longspec.jobs.job import Count, ResumableJob, open_results
+from longspec.jobs.results import Line, Results
 from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
 SORTED_BATCHES = 16
-"""Prompts, as a multiple of those that are answered at a time, of which the longest starts first. Hardly more answers
-wait to be printed."""
+"""Prompts, as a multiple of those that are answered at a time, of which the longest starts first."""
 
 
 @dataclass
@@ -41,7 +38,7 @@ class PromptRun:
     sampling: SamplingOptions
     batch_size: int
     seed: int
-    chat: bool
+    chat: bool = True
     """Whether a prompt of plain text is a user turn in the chat format."""
     skips: bool = False
     """Whether prompts that the target cannot take are left out."""
@@ -56,19 +53,17 @@ class PromptRun:
             try:
                 self.token_ids[number] = self._encode(prompt)
             except UserError as error:
-                if not self.skips:
-                    advice = "; --skip_invalid leaves such prompts out" if len(self.prompts) > 1 else ""
-                    raise UserError(f"{error}{advice}") from error
                 self.problems.append(str(error))
+        if self.problems and not self.skips:
+            raise UserError(f"{self.problems[0]}; --skip_invalid leaves such prompts out")
         if not self.token_ids:
             raise UserError(f"{self.note}; no prompt is left")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         try:
-            text = self.pair.text(prompt.as_turn() if self.chat else prompt.content)
+            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
         except UserError as error:  # the chat template fails
             raise UserError(f"{prompt.location}: {error}") from error
-        (ids,) = encode_texts([text], self.pair.tokenizer)
         check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)
         if not ids or len(ids) + self.sampling.max_new_tokens > self.pair.positions:
             raise UserError(
@@ -86,22 +81,18 @@ class PromptRun:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the answers, apart from the prompts."""
         pair = self.pair
-        # Greedy answers do not depend on the seed.
-        is_greedy = self.sampling.temperature == 0
-        # Method "auto" does without an untrained draft.
-        drafts = pair.method in GLIDE_METHODS or (pair.method == AUTO and pair.model.draft_is_trained)
+        draft = state_digest(pair.model.draft_model.state_dict()) if pair.model.draft_is_trained else None
         return {
             "target": target_digest(str(pair.model.config.name_or_path), pair.model.config),
-            "draft": state_digest(pair.model.draft_model.state_dict()) if drafts else None,
+            "draft": draft,
             "method": pair.method,
             "dtype": str(pair.model.dtype),
             "chat_format": pair.chat_format,
             "chat": self.chat,
             "sampling": vars(self.sampling),
-            "drawn": None if is_greedy else self.seed,
+            "seed": self.seed if self.sampling.temperature else None,
+            "deterministic": pair.deterministic,
             **pair.drafting,
-            # Absent by default, so that files of earlier runs go on.
-            **({"deterministic": True} if pair.deterministic else {}),
         }
 
     def head(self, number: int) -> Line:
@@ -125,58 +116,46 @@ class PromptRun:
         """Check a line of an earlier run, and return its index. Raises ValueError for a line of another run."""
         try:
             line = json.loads(raw)
-        except ValueError:
-            line = None
-        if not isinstance(line, dict) or not {"index", "text", "run"} <= line.keys():
-            raise ValueError("not a line that this command writes")
-        index = line["index"]
-        is_known = isinstance(index, int) and index in self.token_ids
-        if not is_known or any(line.get(name) != value for name, value in self.head(index).items()):
-            raise ValueError("belongs to another prompt")
-        if line["run"] != self.digest:
-            raise ValueError("was written by another pair or with other options")
-        return {"index": index}
+            number = line["index"]
+            is_own = number in self.token_ids and line.items() >= (self.head(number) | {"run": self.digest}).items()
+        except (ValueError, TypeError, LookupError):
+            is_own = False
+        if not is_own:
+            raise ValueError("a line of another pair, of other prompts or of other options")
+        return {"index": number}
 
 
 def answer_prompts(
-    run: PromptRun,
-    output: Path | None,
-    overwrite: bool,
-    stop: StopSignals,
-    replicas: Replicas,
-    report: Callable[[dict[str, Any]], object],
+    run: PromptRun, output: Path | None, overwrite: bool, summary: Path | None, stop: StopSignals, replicas: Replicas
 ) -> None:
     """Answer this rank's share of the prompts without a line, and leave all lines in the output.
 
     Each prompt has a seed of its own, and no answer depends on others, so the answers are those of an uninterrupted
-    single process. output: None is stdout, for a single process. report: called with the summary on
-    rank 0. Raises UserError, and SystemExit after a stop signal or the end of another rank.
+    single process. output: None is stdout, for a single process. summary: as for `write_summary`. Raises UserError, and
+    SystemExit after a stop signal or the end of another rank.
     """
     job = ResumableJob(
         len(run.token_ids), "prompt", output, stop, replicas, is_hidden=not sys.stderr.isatty(), overwrites=overwrite
     )
-    file = None
+    results: Results | StdoutLines = StdoutLines(list(run.token_ids))
     if output is not None:
         path = output.absolute()  # a relative path has no folder of its own
-        first = partial(resume_results, path, run.read_line, overwrite)
-        file = open_results(first, run.identity, path, run.read_line, replicas)
-    results = file or StdoutLines(list(run.token_ids))
-    with writing(file, replicas) if file else nullcontext():
-        stop.at_once = False
-        own_stats = _answer_missing(run, results, job)
-    if not job.is_lost:
-        stats = replicas.gather(own_stats)
-        if replicas.rank == 0:
-            if file:
-                file.collect(wait=True)
-            results.put_in_order()
-            report(summarize(run, len(results.done), replicas.last_count(TOKENS), stats))
+        first = partial(Results, path, run.read_line, overwrite)
+        results = open_results(first, run.identity, path, run.read_line, replicas)
+        replicas.rank_zero_first(results.start)
+    stop.at_once = False
+    answered = replicas.gather(_answer_missing(run, results, job))
+    if replicas.rank == 0:
+        results.put_in_order()
+        stats, new_tokens = zip(*answered, strict=True)
+        counts = {"answered": len(results.done), "processes": len(stats), "new_tokens": sum(new_tokens)}
+        write_summary(summarize(run, pool(stats)) | counts, summary)
     job.end(len(results.done))
 
 
-def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> GenerationStats:
-    """Answer this rank's share of the prompts without a line. Returns the statistics of all of them."""
-    stats = GenerationStats()
+def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> tuple[GenerationStats, int]:
+    """Answer this rank's share of the prompts without a line. Returns the statistics and the number of new tokens."""
+    stats, new_tokens = GenerationStats(), 0
 
     def work(units: Iterator[int], count: Count) -> None:
         nonlocal stats
@@ -185,11 +164,12 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
 
         def take(row: int, event: Tokens) -> None:
             answers[row] += event.ids
-            count(len(event.ids), 0)
 
         def finish(row: int, own_stats: GenerationStats) -> None:
+            nonlocal new_tokens
             results.add(run.line(own[row], answers[row]))
-            count(0, 1)
+            new_tokens += len(answers[row])
+            count(1)
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
         listener = Listener(take, finish, job.is_stopped, in_blocks=True)
@@ -198,31 +178,22 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
 
     missing = [number for number in run.token_ids if number not in results.done]
     job.run(missing, lambda number: len(run.token_ids[number]) + run.sampling.max_new_tokens, work, len(results.done))
-    return stats
+    return stats, new_tokens
 
 
-def summarize(run: PromptRun, answered: int, new_tokens: int, stats: Sequence[GenerationStats]) -> dict[str, Any]:
-    """The summary of a launch.
-
-    answered: number of prompts with a line; new_tokens: number of tokens in the lines of the launch; stats: those of
-    all ranks.
-    """
-    pair = run.pair
-    pooled = pool(list(stats))
+def summarize(run: PromptRun, stats: GenerationStats) -> dict[str, Any]:
+    """What the summary of a launch says about its answers. stats: those of all ranks."""
     return {
-        "model": pair.name,
-        "method": pair.method,
-        "device": device_name(pair.model.device),
+        "model": run.pair.name,
+        "method": run.pair.method,
+        "device": device_name(run.pair.model.device),
         "prompts": len(run.prompts),
-        "answered": answered,
         "left_out": len(run.problems),
-        "processes": len(stats),
-        "new_tokens": new_tokens,
-        "rounds": pooled.rounds,
-        "mean_acceptance_length": pooled.mean_acceptance_length if pooled.rounds else None,
-        "tokens_per_second": pooled.tokens_per_second if pooled.decode_s else None,
-        **pooled.setup,
-        "rounds_by_plan": pooled.rounds_by_plan,
-        "ttft_s": pooled.ttft_s,
-        "decode_s": pooled.decode_s,
+        "rounds": stats.rounds,
+        "mean_acceptance_length": stats.mean_acceptance_length if stats.rounds else None,
+        "tokens_per_second": stats.tokens_per_second if stats.decode_s else None,
+        **stats.setup,
+        "rounds_by_plan": stats.rounds_by_plan,
+        "ttft_s": stats.ttft_s,
+        "decode_s": stats.decode_s,
     }

@@ -4,18 +4,15 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import longspec
 from longspec.cli.bench import bench
 from longspec.cli.chat import chat
 from longspec.cli.generate import generate
-from longspec.cli.options import examples
 from longspec.cli.serve import serve
 from longspec.cli.train import train
 from longspec.errors import UserError, reports_user_errors
@@ -66,23 +63,8 @@ def passed_on(module: str) -> Callable[[typer.Context], None]:
 UsageError: Any = typer.BadParameter.__base__  # typer exports no name for it
 
 
-class Commands(TyperGroup):
-    """Refuses an option as the value of another one, which otherwise becomes, for example, the name of a file."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        name, command, rest = super().resolve_command(ctx, args)
-        options: list[Any] = [one for one in (command.params if command else []) if one.param_type_name == "option"]
-        known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
-        with_value = {flag for option in options if not option.is_flag for flag in option.opts}
-        for argument, following in pairwise(takewhile(lambda text: text != "--", rest)):
-            if argument in with_value and following in known:
-                raise UserError(f"{argument}: its value is missing before {following}")
-        return name, command, rest
-
-
 app = typer.Typer(
     name="longspec",
-    cls=Commands,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -95,7 +77,7 @@ def _print_version(is_set: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog=examples("longspec chat", "longspec generate 'Why is the sky blue?'", "longspec bench"))
+@app.callback(epilog="Example: `longspec generate 'Why is the sky blue?'`")
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -106,47 +88,27 @@ def _options(
 
 USE = "Use a pair"
 TRAIN = "Train and prepare a draft"
-app.command(
-    rich_help_panel=USE,
-    epilog=examples(
-        "longspec chat", "longspec chat Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7", "longspec chat m.gguf"
-    ),
-)(chat)
-app.command(
-    rich_help_panel=USE,
-    epilog=examples(
-        "longspec generate 'Why is the sky blue?'",
-        "longspec generate prompts.jsonl --output answers.jsonl --batch_size 16",
-        "git log -1 --format=%B | longspec generate --raw",
-    ),
-)(generate)
-app.command(
-    rich_help_panel=USE,
-    epilog=examples("longspec serve", "longspec serve llama8b --port 9000 --max_rows 32"),
-)(serve)
-app.command(
-    rich_help_panel=USE,
-    epilog=examples("longspec bench", "longspec bench llama8b --prompts prompts.txt --png speed.png"),
-)(bench)
-for name, module, panel, text in (
-    ("evaluate", "longspec.longbench.command", USE, "Measure a pair on LongBench tasks and AIME24"),
-    ("draft", "longspec.pipeline.command", TRAIN, "Train a draft for any target and measure it, in one command"),
-    ("regenerate", "longspec.regenerate.command", TRAIN, "Write training text with the target"),
-):
-    settings: dict[str, Any] = {"rich_help_panel": panel, "context_settings": PASSED_ON}
-    app.command(name, help=f"{text} (`longspec {name} --help`).", **settings)(passed_on(module))
-app.command(
-    rich_help_panel=TRAIN,
-    epilog=examples(
-        "longspec train your-model model_name_or_path=TARGET 'data.files=[data/train.jsonl]'",
-        "longspec train your-model model_name_or_path=TARGET 'data.files=[data/train.jsonl]' --num_gpus 1 --dry_run",
-    ),
-)(train)
-app.command(rich_help_panel=TRAIN, epilog=examples("longspec extract outputs/RUN/last_ds drafts/mine --hf"))(extract)
-app.command(
-    rich_help_panel=TRAIN,
-    epilog=examples("longspec split --target Qwen/QwQ-32B-Preview --tp_size 2 --output targets/qwq-tp2"),
-)(split)
+OWN: dict[Callable[..., None], tuple[str, str]] = {
+    chat: (USE, "longspec chat Qwen/Qwen2.5-0.5B-Instruct --temperature 0.7"),
+    generate: (USE, "longspec generate prompts.jsonl --output answers.jsonl --batch_size 16"),
+    serve: (USE, "longspec serve llama8b --port 9000 --max_rows 32"),
+    bench: (USE, "longspec bench llama8b --prompts prompts.txt --png speed.png"),
+    train: (TRAIN, "longspec train your-model model_name_or_path=TARGET 'data.files=[data/train.jsonl]'"),
+    extract: (TRAIN, "longspec extract outputs/RUN/last_ds drafts/mine --hf"),
+    split: (TRAIN, "longspec split --target Qwen/QwQ-32B-Preview --tp_size 2 --output targets/qwq-tp2"),
+}
+"""The panel of each command in the help, and an example."""
+OTHERS = {
+    "evaluate": ("longspec.longbench.command", USE, "Measure a pair on LongBench tasks and AIME24"),
+    "draft": ("longspec.pipeline.command", TRAIN, "Train a draft for any target and measure it, in one command"),
+    "regenerate": ("longspec.regenerate.command", TRAIN, "Write training text with the target"),
+}
+"""Commands with a parser of their own: its module, their panel in the help, and their help."""
+for function, (panel, example) in OWN.items():
+    app.command(rich_help_panel=panel, epilog=f"Example: `{example}`")(function)
+for name, (module, panel, text) in OTHERS.items():
+    text = f"{text} (`longspec {name} --help`)."
+    app.command(name, help=text, rich_help_panel=panel, context_settings=PASSED_ON)(passed_on(module))
 
 
 @reports_user_errors
@@ -158,8 +120,6 @@ def main() -> None:
         except UsageError as error:
             message = " ".join(error.format_message().split()).rstrip(".")
             raise UserError(f"{message[:1].lower()}{message[1:]} (see --help)") from error
-        except typer.Abort:  # Ctrl-D at a question
-            raise SystemExit(1) from None
         except BrokenPipeError:  # the reader of the output closed it, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def bench(
     """
     from longspec.cli.comparison import compare, result_table
     from longspec.cli.output import check_folder
-    from longspec.cli.pair import SamplingOptions, choose_model, open_pair
+    from longspec.cli.pair import SamplingOptions, open_pair
     from longspec.cli.prompts import read_prompts
     from longspec.errors import UserError
     from longspec.inference.adaptive.time_cache import forget_times
@@ -54,19 +54,19 @@ def bench(
         raise UserError("--png: matplotlib is not installed; run: pip install matplotlib")
     picture = options.png or (Path("bench.png") if has_matplotlib else None)
     check_folder(picture, "--png")
-    name = choose_model(pair, source.model)
+    source = source.named(pair)
     sampling = SamplingOptions(options.max_new_tokens, options.temperature, token_options=token_options)
     if options.prompts is not None and not Path(options.prompts).is_file():
         raise UserError(f"--prompts {options.prompts}: no such file")
     asked = read_prompts(DEFAULT_PROMPTS if options.prompts is None else [options.prompts])
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
-    with loading(name):
-        loaded = open_pair(replace(source, model=name), "vanilla", applied=())
+    with loading(source.model):
+        loaded = open_pair(source, "vanilla", applied=())
     if options.measure_again:
         forget_times()
     console = Console(stderr=True, highlight=False)
     with console.status("measuring") as status:
-        summary = compare(loaded, asked, sampling, lambda label: status.update(f"measuring {label}"))
+        summary = compare(loaded, asked, sampling, lambda method: status.update(f"measuring {method}"))
     console.print(result_table(summary))
     for method, reason in summary["skipped"].items():
         console.print(f"{method}: skipped, {reason}", markup=False)

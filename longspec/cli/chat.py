@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,6 @@ from longspec.cli.options import (
     PROMPTS,
     SAMPLING,
     DraftingOptions,
-    FilterOptions,
     MethodOptions,
     PairArgument,
     PairOptions,
@@ -35,26 +34,22 @@ def chat(
     source: PairOptions,
     method: MethodOptions,
     shape: ShapeOptions,
-    filters: FilterOptions,
     drafting: DraftingOptions,
     options: ChatOptions,
     token_options: Mapping[str, Any],
     pair: PairArgument = None,
 ) -> None:
     """Chat in the terminal. Ctrl-C stops an answer, /quit or Ctrl-D ends the chat, /help lists the commands."""
+    source = source.named(pair)
     with ExitStack() as stack:
-        with loading(pair or source.model):
-            from longspec.cli.pair import SamplingOptions, choose_model, note_plain_format, open_pair
+        with loading(source.model):
+            from longspec.cli.pair import SamplingOptions, open_pair
             from longspec.cli.session import Session
             from longspec.inference.process_group import only_rank_zero
 
-            source = replace(source, model=choose_model(pair, source.model))
-            sampling = SamplingOptions(
-                options.max_new_tokens, **vars(shape), **vars(filters), token_options=token_options
-            )
+            sampling = SamplingOptions(options.max_new_tokens, **vars(shape), token_options=token_options)
             arguments = drafting.arguments()
             stack.enter_context(only_rank_zero(method.tp_size, source.device))
             loaded = open_pair(source, method.method)
             loaded.drafting = arguments
-            note_plain_format(loaded)
         Session(loaded, sampling, Console(highlight=False), options.system, options.seed).run()

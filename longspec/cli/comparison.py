@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import eq
 from typing import Any
 
 from rich.table import Table
@@ -31,30 +30,25 @@ def compare(
     called with a method before it answers a prompt. Raises UserError, with its location, for a prompt that the target
     cannot take.
     """
-    run = PromptRun(pair, prompts, sampling, batch_size=1, seed=SEED, chat=pair.chat_format != "plain")
+    run = PromptRun(pair, prompts, sampling, batch_size=1, seed=SEED)
     token_ids = list(run.token_ids.values())
 
-    skipped: dict[str, str] = {}
-    outputs: dict[str, list[GenerationOutput]] = {}
-    for label in METHODS:
-        if label in GLIDE_METHODS and not pair.model.draft_is_trained:
-            skipped[label] = f"{pair.name} has no trained draft"
-        else:
-            outputs[label] = []
-            # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
-            warm_up = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
-            answer(pair, max(token_ids, key=len), warm_up, label)
-    for prompt in token_ids:
-        for label, answers in outputs.items():
-            report(label)
-            answers.append(answer(pair, prompt, sampling, label))
+    def answer(prompt: list[int], sampling: SamplingOptions, method: str) -> GenerationOutput:
+        # Without an EOS, all methods generate the same number of tokens.
+        return pair.generate([prompt], sampling, method=method, eos_token_id=(), seed=SEED)
 
-    methods = {label: figures(answers) for label, answers in outputs.items()}
-    tokens = {label: [output.new_tokens[0].tolist() for output in answers] for label, answers in outputs.items()}
-    for label, row in methods.items():
-        row["speedup"] = row["tokens_per_second"] / methods["vanilla"]["tokens_per_second"]
-        if not sampling.temperature:  # in half precision, near-ties may differ unless decoding is deterministic
-            row["equal_outputs"] = sum(map(eq, tokens[label], tokens["vanilla"]))
+    skipped = [] if pair.model.draft_is_trained else [method for method in METHODS if method in GLIDE_METHODS]
+    outputs: dict[str, list[GenerationOutput]] = {method: [] for method in METHODS if method not in skipped}
+    # The longest prompt, so that kernels are compiled and caches allocated before the measurement.
+    warm_up = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+    for method in outputs:
+        answer(max(token_ids, key=len), warm_up, method)
+    for prompt in token_ids:
+        for method, answers in outputs.items():
+            report(method)
+            answers.append(answer(prompt, sampling, method))
+
+    methods = {method: figures(answers, outputs["vanilla"]) for method, answers in outputs.items()}
     return {
         "model": pair.name,
         "device": device_name(pair.model.device),
@@ -64,23 +58,22 @@ def compare(
         "prompt_tokens": sum(len(ids) for ids in token_ids),
         **vars(sampling),
         "methods": methods,
-        "skipped": skipped,
+        "skipped": {method: f"{pair.name} has no trained draft" for method in skipped},
     }
 
 
-def answer(pair: LoadedPair, prompt: list[int], sampling: SamplingOptions, method: str) -> GenerationOutput:
-    """Answer a prompt. Without an EOS, all methods generate the same number of tokens."""
-    return pair.generate([prompt], sampling, method=method, eos_token_id=(), seed=SEED)
-
-
-def figures(answers: Sequence[GenerationOutput]) -> dict[str, Any]:
-    """The figures of a method over all its answers."""
-    stats = pool([answer.stats for answer in answers])
+def figures(answers: Sequence[GenerationOutput], vanilla: Sequence[GenerationOutput]) -> dict[str, Any]:
+    """The figures of a method over all its answers, next to those of vanilla."""
+    stats, base = (pool([answer.stats for answer in some]) for some in (answers, vanilla))
+    pairs = zip(answers, vanilla, strict=True)
     return {
         "tokens_per_second": stats.tokens_per_second,
+        "speedup": stats.tokens_per_second / base.tokens_per_second,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "ttft_s": stats.ttft_s / len(answers),
         "tree_shape": list(answers[-1].stats.tree_shape),
+        # At temperature 0. In half precision, near-ties may differ unless decoding is deterministic.
+        "equal_outputs": sum(own.new_tokens[0].equal(its.new_tokens[0]) for own, its in pairs),
     }
 
 
@@ -97,6 +90,6 @@ def result_table(summary: dict[str, Any]) -> Table:
             f"{row['speedup']:.2f}x",
             f"{row['mean_acceptance_length']:.2f}",
             f"{1000 * row['ttft_s']:.0f} ms",
-            f"{row['equal_outputs']} of {summary['prompts']}" if "equal_outputs" in row else "",
+            f"{row['equal_outputs']} of {summary['prompts']}" if not summary["temperature"] else "",
         )
     return table

@@ -1,14 +1,11 @@
 """The command `longspec generate`: answers to prompts as JSONL."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,21 +24,10 @@ from longspec.cli.options import (
 from longspec.errors import UserError, os_errors
 from longspec.locks import locked_file
 
-if TYPE_CHECKING:
-    from longspec.cli.answers import PromptRun
-    from longspec.cli.pair import SamplingOptions
-    from longspec.cli.prompts import Prompt
-
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    chat: bool | None = option(
-        None,
-        "Apply the chat template to plain prompts, or not.",
-        PROMPTS,
-        "--chat/--raw",
-        show_default="--chat for a target with a template",
-    )
+    chat: bool = option(True, "Apply the chat template, if there is one, to plain prompts.", PROMPTS, "--chat/--raw")
     skip_invalid: bool = option(
         False, "Leave out prompts that are too long or that the chat template rejects, and count them.", PROMPTS
     )
@@ -73,10 +59,10 @@ def generate(
     Under torchrun, ranks share the prompts.
     Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
     """
-    from longspec.cli.answers import answer_prompts
-    from longspec.cli.output import check_folder, write_summary
-    from longspec.cli.pair import SamplingOptions
-    from longspec.cli.prompts import read_prompts
+    from longspec.cli.answers import PromptRun, answer_prompts
+    from longspec.cli.output import check_folder
+    from longspec.cli.pair import SamplingOptions, open_pair
+    from longspec.cli.prompts import Prompt, read_prompts
     from longspec.inference.process_group import shared_target
     from longspec.ranks.replicas import joined_replicas
     from longspec.signals import StopSignals
@@ -100,32 +86,17 @@ def generate(
 
         # Only rank 0 reads stdin. It locks the output before the weights are loaded.
         asked, sampling = replicas.from_rank_zero(read)
-        own = replace(source, device=replicas.device(source.device))
-        run = replicas.together(lambda: _load(own, method, options, asked, sampling))
+
+        def load() -> PromptRun:
+            own = replace(source, device=replicas.device(source.device))
+            with loading(source.model):
+                # A seed gives the same answers after an interruption, and on any number of ranks.
+                pair = open_pair(own, method.method, repeats=sampling.temperature > 0)
+            return PromptRun(
+                pair, asked, sampling, options.batch_size, options.seed, options.chat, options.skip_invalid
+            )
+
+        run = replicas.together(load)
         if run.problems and replicas.rank == 0:
             print(run.note, file=sys.stderr)
-        report = partial(write_summary, path=options.json_file)
-        answer_prompts(run, output, options.overwrite, stop, replicas, report)
-
-
-def _load(
-    source: PairOptions,
-    method: MethodOptions,
-    options: GenerateOptions,
-    prompts: Sequence[Prompt],
-    sampling: SamplingOptions,
-) -> PromptRun:
-    """Load the pair and encode the prompts. Raises UserError."""
-    from longspec.cli.answers import PromptRun
-    from longspec.cli.pair import note_plain_format, open_pair
-
-    # A seed gives the same answers after an interruption, and on any number of ranks.
-    with loading(source.model):
-        pair = open_pair(source, method.method, repeats=sampling.temperature > 0)
-    has_template = pair.chat_format != "plain"
-    if options.chat and not has_template:
-        raise UserError(f"--chat: {pair.name} has no chat template; use --raw")
-    if any(not isinstance(prompt.content, str) for prompt in prompts):
-        note_plain_format(pair)
-    uses_template = has_template if options.chat is None else options.chat
-    return PromptRun(pair, prompts, sampling, options.batch_size, options.seed, uses_template, options.skip_invalid)
+        answer_prompts(run, output, options.overwrite, options.json_file, stop, replicas)

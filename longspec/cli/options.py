@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -55,6 +55,12 @@ class PairOptions:
         None, 'Variables of the chat template, as JSON: {"enable_thinking": false}.', PROMPTS, show_default="none"
     )
 
+    def named(self, pair: str | None) -> "PairOptions":
+        """The options, with the pair of the positional argument. Raises UserError if --model names one, too."""
+        if pair is not None and self.model is not None:
+            raise UserError(f"{pair}, --model {self.model}: give the pair once")
+        return replace(self, model=pair or self.model)
+
 
 @dataclass(frozen=True)
 class MethodOptions:
@@ -64,15 +70,9 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """The sampling options that have the same default for all targets."""
-
     temperature: float = option(0.0, "0 is greedy.", SAMPLING, min=0.0)
     top_p: float = option(1.0, "Nucleus mass; 1 keeps all tokens.", SAMPLING, min=0.0, max=1.0)
     top_k: int = option(0, "0 keeps all tokens.", SAMPLING, min=0)
-
-
-@dataclass(frozen=True)
-class FilterOptions:
     min_p: float | None = option(
         None, "Leave out tokens below this share of the highest probability.", SAMPLING, **OF_TARGET
     )
@@ -107,42 +107,37 @@ def command(unset: str = "that of the target") -> Callable[[Callable[..., None]]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function, eval_str=True)
-        groups: dict[str, Any] = {name: own.annotation for name, own in signature.parameters.items()}
-        groups = {name: group for name, group in groups.items() if is_dataclass(group)}
-        has_token_options = "token_options" in signature.parameters
+        own = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        groups: dict[str, Any] = {name: group for name, group in own.items() if is_dataclass(group)}
+        has_token_options = "token_options" in own
 
         @wraps(function)
         def run(**arguments: Any) -> None:
             for name, group in groups.items():
-                given = [own for own in get_type_hints(group) if own in arguments]
-                arguments[name] = group(**{own: arguments.pop(own) for own in given})
+                arguments[name] = group(**{part.name: arguments.pop(part.name, part.default) for part in fields(group)})
             if has_token_options:
-                arguments["token_options"] = given_options(
-                    {name: arguments.pop(name, None) for name in COMMAND_OPTIONS}
-                )
+                given = {name: arguments.pop(name, None) for name in COMMAND_OPTIONS}
+                arguments["token_options"] = given_options(given)
             function(**arguments)
 
-        plain = [own for name, own in signature.parameters.items() if name not in {*groups, "token_options"}]
-        options = [parameter for group in groups.values() for parameter in _parameters(group)]
+        parameters = [own for name, own in signature.parameters.items() if name not in {*groups, "token_options"}]
+        for group in groups.values():
+            types = get_type_hints(group)
+            parameters += [_parameter(part.name, types[part.name], part) for part in fields(group)]
         for name, (kind, text) in COMMAND_OPTIONS.items() if has_token_options else ():
-            own = option(None, text, SAMPLING, show_default=unset)
-            options.append(_parameter(name, kind | None, own))  # type: ignore[operator]
-        run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
+            part = option(None, text, SAMPLING, show_default=unset)
+            parameters.append(_parameter(name, kind | None, part))  # type: ignore[operator]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-def _parameters(group: Any) -> list[inspect.Parameter]:
-    types = get_type_hints(group)
-    return [_parameter(own.name, types[own.name], own) for own in fields(group)]
-
-
-def _parameter(name: str, kind: Any, own: Any) -> inspect.Parameter:
-    """own: a field that `option` made."""
-    settings = dict(own.metadata)
+def _parameter(name: str, kind: Any, part: Any) -> inspect.Parameter:
+    """part: a field that `option` made."""
+    settings = dict(part.metadata)
     annotation = Annotated[kind, typer.Option(settings.pop("flag") or f"--{name}", **settings)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=own.default, annotation=annotation)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=part.default, annotation=annotation)
 
 
 @contextmanager
@@ -150,8 +145,3 @@ def loading(pair: str | None) -> Iterator[None]:
     """Context that shows on a terminal that a pair is loaded, which takes seconds from the first import on."""
     with Console(stderr=True, highlight=False).status(f"loading {escape(pair or SMOLLM2)}"):
         yield
-
-
-def examples(*lines: str) -> str:
-    """A help epilog with one command per line."""
-    return "Examples:\n\n" + "\n\n".join(f"`{line}`" for line in lines)

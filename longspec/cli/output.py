@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.inference.detokenizer import printable
 from longspec.jobs.results import Line, json_bytes
-from longspec.replacing import replacing
+from longspec.replacing import write_atomically
 
 
 class StdoutLines:
@@ -21,16 +21,14 @@ class StdoutLines:
         """The prompts that have an answer."""
         self._waiting: dict[int, Line] = {}
         self._is_one = len(numbers) == 1
-        self._numbers = iter(numbers)
-        self._next = next(self._numbers, None)
+        self._missing = list(reversed(numbers))
 
     def add(self, line: Line) -> None:
         """Take a new line, and print those whose turn it is. Raises UserError if stdout cannot be written."""
         self._waiting[line["index"]] = line
         self.done.add(line["index"])
-        while self._next in self._waiting:
-            self._print(self._waiting.pop(self._next))
-            self._next = next(self._numbers, None)
+        while self._missing and self._missing[-1] in self._waiting:
+            self._print(self._waiting.pop(self._missing.pop()))
 
     def put_in_order(self) -> None:
         """Print the rest after a stop signal."""
@@ -38,8 +36,8 @@ class StdoutLines:
             self._print(line)
 
     def _print(self, line: Line) -> None:
+        stdout = sys.stdout.buffer
         try:
-            stdout = sys.stdout.buffer
             stdout.write((self._text(line).encode() if stdout.isatty() else json_bytes(line)) + b"\n")
             stdout.flush()
         except BrokenPipeError:
@@ -61,11 +59,7 @@ def check_folder(path: Path | None, option: str) -> None:
 
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:
     """Write a line of JSON to a file, atomically, to stderr for "-", or nowhere for None. Raises UserError."""
-    if path is None:
-        return
-    line = json.dumps(summary, ensure_ascii=False)
     if str(path) == "-":
-        print(line, file=sys.stderr)
-        return
-    with os_errors(f"--json {path}: cannot be written"), replacing(path) as unfinished:
-        unfinished.write_text(line + "\n")
+        print(json.dumps(summary), file=sys.stderr)
+    elif path is not None:
+        write_atomically(path, json.dumps(summary) + "\n")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
@@ -22,13 +21,13 @@ from longspec.inference.generate import GenerationOutput, generate, make_request
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS, Drafting
-from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, check_filter, report_ignored
+from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, report_ignored
 from longspec.inference.request import ALWAYS
 from longspec.inference.stats import GenerationStats
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
-from longspec.models.target_files import position_limit, set_template_arguments
+from longspec.models.target_files import position_limit
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,8 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         """Raises UserError."""
-        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k)
-        for name in FILTER_OPTIONS:
-            if getattr(self, name) is not None:
-                check_filter(name, getattr(self, name))
+        filters = {name: value for name in FILTER_OPTIONS if (value := getattr(self, name)) is not None}
+        check_sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, **filters)
         # Whether the target has the tokens is checked with its weights.
         token_settings(self.token_options, (), ALWAYS)
 
@@ -80,21 +77,19 @@ class LoadedPair:
         """Context length: maximum number of tokens of a prompt plus its answer."""
         return position_limit(self.model.config)
 
-    def encode(self, prompts: list[str | list[Turn]]) -> list[list[int]]:
-        """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format."""
-        return encode_texts([self.text(prompt) for prompt in prompts], self.tokenizer)
-
-    def text(self, prompt: str | list[Turn]) -> str:
-        """What the target reads: text as it is, a conversation in the chat format. Raises UserError."""
-        if isinstance(prompt, str):
-            return prompt
-        return conversation_text(prompt, self.model.config.model_type, self.tokenizer, self.chat_format)
-
-    def with_template_variables(self, variables: Mapping[str, Any]) -> LoadedPair:
-        """The pair with other values of its chat template's variables. Raises UserError."""
-        tokenizer = copy(self.tokenizer)
-        set_template_arguments(tokenizer, variables)
-        return replace(self, tokenizer=tokenizer)
+    def encode(
+        self, prompts: Sequence[str | list[Turn]], variables: Mapping[str, Any] | None = None
+    ) -> list[list[int]]:
+        """Token ids of each prompt. Text is encoded as it is, a conversation in the chat format. variables: those of
+        the chat template, in addition to the command's. Raises UserError."""
+        family, chat_format = self.model.config.model_type, self.chat_format
+        texts = (
+            prompt
+            if isinstance(prompt, str)
+            else conversation_text(prompt, family, self.tokenizer, chat_format, variables=variables)
+            for prompt in prompts
+        )
+        return encode_texts(list(texts), self.tokenizer)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingOptions, **options: Any) -> GenerationOutput:
         """Call `longspec.generate` on token ids. options: its other arguments."""
@@ -132,10 +127,10 @@ def open_pair(
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is auto, or tree if `repeats` is set. A pair without a trained draft goes without trees, and a note on
-    stderr says so. repeats: whether sampled answers must not depend on measured times, as auto's do. applied: the
-    options of the target's generation config that the command applies; a note names the others that would change
-    answers. None if it ignores the config on request. Raises UserError.
+    method: None is auto, or tree if `repeats` is set; a pair without a trained draft goes without trees. repeats:
+    whether sampled answers must not depend on measured times, as auto's do. applied: the options of the target's
+    generation config that the command applies; a note on stderr names the others that would change answers. None if it
+    ignores the config on request. Raises UserError.
     """
     name = source.model or SMOLLM2
     transformers.utils.logging.disable_progress_bar()
@@ -155,21 +150,10 @@ def open_pair(
     target = str(model.config.name_or_path)
     chat_format = resolve_chat_format(AUTO, target, model.config.model_type, tokenizer)
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model)))
+    if chat_format == "plain":
+        _note(f"{name}: its tokenizer has no chat template, so prompts are plain text")
     settings: tuple[Any, ...] = {}, source.deterministic, applied or ()
     return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, *settings)
-
-
-def note_plain_format(pair: LoadedPair) -> None:
-    """If the pair has no chat template, say on stderr that prompts are plain text."""
-    if pair.chat_format == "plain":
-        _note(f"{pair.name}: its tokenizer has no chat template, so prompts are plain text")
-
-
-def choose_model(positional: str | None, option: str | None) -> str | None:
-    """The pair, given as an argument or as --model. Raises UserError if both are given."""
-    if positional is not None and option is not None:
-        raise UserError(f"{positional}, --model {option}: give the pair once")
-    return positional or option
 
 
 def _note(line: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import matplotlib
 
-from longspec.errors import UserError
+from longspec.errors import os_errors
 
 matplotlib.use("Agg")  # draws without a display
 from matplotlib import pyplot
@@ -21,9 +21,5 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes.bar_label(bars, [f"{row['speedup']:.2f}x" for row in summary["methods"].values()])
     axes.set_ylabel("tokens per second")
     axes.set_title(f"{summary['model']}\n{summary['device']}", fontsize="medium")
-    try:
+    with os_errors(f"--png {path}: cannot be written"):
         figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise UserError(f"--png {path}: cannot be written ({error.strerror})") from error
-    finally:
-        pyplot.close(figure)

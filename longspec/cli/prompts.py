@@ -2,15 +2,16 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longspec.data.aligners import Turn, common_form_aligner
 from longspec.data.lines import SUFFIXES as JSONL
+from longspec.data.lines import Line, text_lines
 from longspec.data.record_fields import check_sampling, unread_fields, unread_note
-from longspec.data.records import KIND_FIELDS, Record, RecordError, located, parse_record, text_of
+from longspec.data.records import KIND_FIELDS, WHERE, Record, RecordError, read_records, text_of
 from longspec.errors import UserError, os_errors
 
 TEXT = (".txt",)
@@ -66,49 +67,39 @@ def _read(source: str, number: int) -> Iterator[Prompt]:
     suffix = Path(source).suffix.lower() if "\n" not in source else ""
     exists = os.path.exists(source)  # unlike pathlib, does not raise for a prompt that cannot be a name
     if source == STDIN:
-        yield from _text_lines("stdin", sys.stdin.buffer.read())
+        yield from _text_prompts(("stdin", line, raw) for line, raw in enumerate(sys.stdin.buffer, 1))
     # A name without spaces counts as a file even if the file is missing, so that a misspelled name is an error.
     elif suffix in (*TEXT, *JSONL) and (exists or " " not in source):
         with os_errors(f"{source}: cannot be read"):
-            content = Path(source).read_bytes()
-        yield from _text_lines(source, content) if suffix in TEXT else _records(source, content)
+            yield from _text_prompts(text_lines(source)) if suffix in TEXT else read_records(source, _prompt)
     elif exists:
         kind = "a folder" if os.path.isdir(source) else "a file of an unknown kind"
         raise UserError(f"{source}: {kind}; give a file with one of the suffixes {', '.join((*TEXT, *JSONL))}")
     elif not source.strip():
         raise UserError(f"prompt {number}: it is empty")
     else:
-        yield Prompt(f"prompt {number}", checked_text(source, f"prompt {number}"))
+        yield Prompt(f"prompt {number}", decoded(os.fsencode(source), f"prompt {number}"))
 
 
-def checked_text(text: str, name: str) -> str:
-    """The text. Raises UserError if it came from bytes that are not UTF-8, which Python keeps as surrogates."""
+def decoded(content: bytes, name: str) -> str:
+    """The text of a file, without the byte order mark that editors on Windows put first. Raises UserError."""
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{name}: not UTF-8 text") from error
-    return text
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _text_lines(name: str, content: bytes) -> Iterator[Prompt]:
-    # Editors on Windows put a byte order mark first. Only \n ends a line: str.splitlines would cut at other characters.
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        try:
-            line = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name}, line {number}: not UTF-8 text ({error.reason})") from error
-        if line:
-            yield Prompt(f"{name}, line {number}", line)
+def _text_prompts(lines: Iterable[Line]) -> Iterator[Prompt]:
+    for name, number, raw in lines:
+        location = f"{name}, line {number}"
+        if text := decoded(raw, location).strip():
+            yield Prompt(location, text)
 
 
-def _records(name: str, content: bytes) -> Iterator[Prompt]:
-    for number, raw in enumerate(content.split(b"\n"), 1):
-        if raw.strip():
-            record = parse_record(name, number, raw)
-            with located(name, number):
-                whole = _with_answer(record)
-                asked = common_form_aligner()(whole)["prompt"]
-                yield Prompt(f"{name}, line {number}", asked, record.get("id"), unread_fields(whole))
+def _prompt(record: Record) -> Prompt:
+    whole = _with_answer(record)
+    location = "{}, line {}".format(*record[WHERE].rsplit(":", 1))
+    return Prompt(location, common_form_aligner()(whole)["prompt"], record.get("id"), unread_fields(whole))
 
 
 def _with_answer(record: Record) -> Record:

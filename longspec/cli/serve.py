@@ -1,12 +1,10 @@
 """`longspec serve`: the options of the HTTP server; `longspec.inference.server` holds it."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspec.cli.options import DraftingOptions, MethodOptions, PairArgument, PairOptions, command, option
@@ -16,7 +14,6 @@ from longspec.extras import extra
 if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
     from longspec.data.aligners import Turn
-    from longspec.inference.engine.scheduler import Scheduler
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -54,7 +51,9 @@ def serve(
     pair: PairArgument = None,
 ) -> None:
     """Serve a pair over HTTP: OpenAI's API under /v1, a chat page at /, /health and /metrics."""
-    from longspec.cli.pair import choose_model, note_plain_format, open_pair
+    from transformers import GenerationConfig
+
+    from longspec.cli.pair import open_pair
     from longspec.inference.engine.requests import NotServing
     from longspec.inference.engine.scheduler import Scheduler
     from longspec.inference.options import FILE_OPTIONS
@@ -63,11 +62,10 @@ def serve(
     with extra("serve"):
         from longspec.inference.server.app import build_app
         from longspec.inference.server.limits import Limits
-        from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
         from longspec.inference.server.served_model import ServedModel
-        from longspec.inference.server.serving import allowed_hosts, http_server, listen
+        from longspec.inference.server.serving import allowed_hosts, http_server, listen, url_of
 
-    source = replace(source, model=choose_model(pair, source.model))
+    source = source.named(pair)
     arguments = drafting.arguments()
     with ExitStack() as stack:
         stack.enter_context(only_rank_zero(method.tp_size, source.device))
@@ -75,23 +73,24 @@ def serve(
         listening = stack.enter_context(listen(options.host, options.port, options.api_key))
         applied = FILE_OPTIONS if options.generation_config == "auto" else None
         loaded = open_pair(source, method.method, applied=applied)
-        note_plain_format(loaded)
-        defaults = WITHOUT_CONFIG
-        if applied is not None:
-            defaults = SamplingDefaults.read(loaded.model.generation_config, loaded.model.config.vocab_size)
+        config = GenerationConfig() if applied is None else loaded.model.generation_config
         rows = options.max_rows or (ROWS_ON_CPU if loaded.model.device.type == "cpu" else ROWS)
         arguments |= {"max_rows": rows, "max_queue": options.max_queue, "deterministic": source.deterministic}
         scheduler = Scheduler(loaded.model, loaded.method, **arguments)
-        name, encode, longest = options.served_name or loaded.name, _encoder(loaded, source), scheduler.longest
+        name, longest = options.served_name or loaded.name, scheduler.longest
+        encode = _encoder(loaded, source.chat_template_kwargs)
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
-        served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, defaults)
-        _print_memory(loaded, scheduler, rows)
+        served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, config)
+        weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
+        reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {longest} tokens"
+        print(f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)
         try:
-            scheduler.start(served.usual)
+            scheduler.start(served.sampling({}, stop_ids))
             # The choices of a request are queued together, so they must fit into an empty queue.
             limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
             app = build_app(served, scheduler, limits, options.api_key, allowed_hosts(options.host, options.api_key))
-            print(f"{served.name} on {loaded.model.device}, method {loaded.method}; {defaults}", file=sys.stderr)
+            note = f"{served.name} on {loaded.model.device}, method {loaded.method}; {served.described_defaults}"
+            print(f"{note}\nlistening on {url_of(listening)}", file=sys.stderr, flush=True)
             http_server(app, options.drain_seconds).run(sockets=[listening])
         except NotServing as error:
             raise UserError(f"{loaded.name}: {error}") from error
@@ -99,20 +98,13 @@ def serve(
             scheduler.close()
 
 
-def _encoder(loaded: LoadedPair, source: PairOptions) -> Callable[..., list[list[int]]]:
-    """`ServedModel.encode` of a pair."""
-    fixed = set(json.loads(source.chat_template_kwargs or "{}"))
+def _encoder(loaded: "LoadedPair", chat_template_kwargs: str | None) -> Callable[..., list[list[int]]]:
+    """`ServedModel.encode` of a pair. chat_template_kwargs: the command's, which would replace those of a request."""
+    fixed = json.loads(chat_template_kwargs or "{}")
 
-    def encode(prompts: list[str | list[Turn]], variables: Mapping[str, Any] | None = None) -> list[list[int]]:
-        # The command's values come after those of a request in the template, and replace them.
-        for name in fixed.intersection(variables or ()):
+    def encode(prompts: "Sequence[str | list[Turn]]", variables: Mapping[str, Any] | None = None) -> list[list[int]]:
+        for name in fixed.keys() & (variables or {}):
             raise UserError(f"chat_template_kwargs: {name} is fixed by the server's --chat_template_kwargs")
-        return (loaded.with_template_variables(variables) if variables else loaded).encode(prompts)
+        return loaded.encode(prompts, variables)
 
     return encode
-
-
-def _print_memory(loaded: LoadedPair, scheduler: Scheduler, rows: int) -> None:
-    weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
-    reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
-    print(f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)

@@ -1,26 +1,26 @@
 """A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
-import importlib
+import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from longspec.cli.pair import LoadedPair, SamplingOptions
-from longspec.cli.prompts import checked_text
-from longspec.cli.stream import LEGEND, Answer, AnswerStream, describe
+from longspec.cli.prompts import decoded
+from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
-from longspec.data.templates import check_embedded
-from longspec.errors import UserError
+from longspec.errors import UserError, os_errors
+from longspec.inference.generate import GenerationOutput
 from longspec.signals import handled
 
 HELP = """\
 /file PATH  put the text of a file before the next message
-/stats      speed and acceptance of the last answer and of the chat
+/stats      speed and acceptance of all answers so far
 /reset      forget the conversation
 /help       this list
 /quit       end the chat, as Ctrl-D does
@@ -28,28 +28,28 @@ Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
 
 
+@dataclass
 class Session:
     """A chat with one pair. Each turn sends the whole conversation."""
 
-    def __init__(
-        self,
-        pair: LoadedPair,
-        sampling: SamplingOptions,
-        console: Console,
-        system: str | None = None,
-        seed: int | None = None,
-    ) -> None:
-        """seed: turn n uses seed + n; None draws from torch's global generator."""
-        self.pair = pair
-        self.sampling = sampling
-        self.console = console
-        self.seed = seed
-        self.opening: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
-        self.turns = list(self.opening)
-        self.answers: list[Answer] = []
+    pair: LoadedPair
+    sampling: SamplingOptions
+    console: Console
+    system: str | None = None
+    seed: int | None = None
+    """Answer n of a conversation uses seed + n; None draws from torch's global generator."""
+
+    answered: list[GenerationOutput] = field(default_factory=list)
+    """The answers that were not stopped."""
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.turns: list[Turn] = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.files: list[str] = []
         """Texts of files for the next message."""
-        self.commands = {"/help": self.help, "/stats": self.stats, "/reset": self.reset}
 
     def run(self) -> None:
         """Answer lines until /quit or the end of the input."""
@@ -57,11 +57,12 @@ class Session:
         self.console.print(
             f"{escape(pair.name)} on {pair.model.device}, method {pair.method}. /help lists the commands."
         )
-        if pair.method in LEGEND and self.console.color_system and not self.console.no_color:
-            self.console.print(LEGEND[pair.method])
+        if pair.method != "vanilla" and self.console.color_system and not self.console.no_color:
+            self.console.print(LEGEND)
         if sys.stdin.isatty():
-            with suppress(ImportError):
-                readline = importlib.import_module("readline")  # line editing and history in `input`
+            with suppress(ImportError):  # some builds of Python lack it
+                import readline  # line editing and history in `input`
+
                 # Pasted lines arrive as one; Python switches it off for its own prompt.
                 readline.parse_and_bind("set enable-bracketed-paste on")
         # Python's own handler raises KeyboardInterrupt; the command has another one.
@@ -73,8 +74,13 @@ class Session:
         """Run a command or answer a message. A UserError ends the turn, not the chat."""
         try:
             command, _, argument = line.partition(" ")
-            if line in self.commands:
-                self.commands[line]()
+            if line == "/help":
+                self.console.print(HELP, markup=False)
+            elif line == "/stats":
+                self.console.print(describe(self.answered) if self.answered else "no answer yet")
+            elif line == "/reset":
+                self.reset()
+                self.console.print("The conversation is empty.")
             elif command == "/file":
                 self.add_file(argument.strip())
             else:
@@ -88,59 +94,33 @@ class Session:
         # The whole conversation is encoded again, because a template can show old turns differently from the newest.
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
-        check_embedded(prompt, self.pair.model.config.vocab_size, self.pair.tokenizer, "this message")
         free_positions = self.pair.positions - len(prompt)
         if free_positions < 1:
-            raise UserError(
-                f"the conversation has {len(prompt)} tokens, but the target takes {self.pair.positions}; "
-                "start over with /reset"
-            )
-
+            problem = f"has {len(prompt)} tokens, but the target takes {self.pair.positions}; start over with /reset"
+            raise UserError(f"the conversation {problem}")
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
-        seed = None if self.seed is None else self.seed + len(self.answers)
+        seed = None if self.seed is None else self.seed + len(self.turns) // 2
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
-                self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
+                output = self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
+            self.answered.append(output)
+            self.console.print(f"[dim]{describe([output])}[/]")
         except KeyboardInterrupt:
-            stream.end()
             self.console.print("[dim](stopped)[/]")
-        except UserError:
-            stream.end()  # the error starts on a line of its own
-            raise
-
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.
-        if stream.answer.text:
-            self.turns = [*turns, {"role": "assistant", "content": stream.answer.text}]
-        if stream.answer.tokens:
-            self.answers.append(stream.answer)
-            self.console.print(f"[dim]{describe([stream.answer])}[/]")
+        if stream.text:
+            self.turns = [*turns, {"role": "assistant", "content": stream.text}]
 
     def add_file(self, name: str) -> None:
         """Keep the text of a file for the next message. Raises UserError if it is not a readable text file."""
         path = Path(name).expanduser()
-        try:
-            text = path.read_text().strip()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "not a text file"
-            raise UserError(f"/file {name}: cannot be read ({reason}); give the path of a text file") from error
+        with os_errors(f"/file {name}: cannot be read"):
+            content = path.read_bytes()
+        text = decoded(content, f"/file {name}").strip()
         self.files.append(text)
         (tokens,) = self.pair.encode([text])
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
-
-    def help(self) -> None:
-        self.console.print(HELP, markup=False)
-
-    def reset(self) -> None:
-        self.turns, self.files = list(self.opening), []
-        self.console.print("The conversation is empty.")
-
-    def stats(self) -> None:
-        if not self.answers:
-            self.console.print("no answer yet")
-            return
-        for label, answers in (("last answer", self.answers[-1:]), ("chat", self.answers)):
-            self.console.print(f"{label + ':':<13}{describe(answers, whole=True)}", soft_wrap=True)
 
     def _read(self) -> str | None:
         """The next line that is not blank; None at the end of the input."""
@@ -148,7 +128,7 @@ class Session:
         while True:
             try:
                 if line := input(prompt).strip():
-                    return checked_text(line, "stdin")
+                    return decoded(os.fsencode(line), "stdin")
             except KeyboardInterrupt:
                 self.console.print("\n(/quit or Ctrl-D ends the chat)")
             except EOFError:

@@ -24,14 +24,10 @@ DIGESTS = "digests.json"
 
 
 def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:
-    """The memory-mapped table in `folder`. It is built if it is missing or damaged.
+    """The memory-mapped table in `folder`. It is built if it is missing or differs from its digests.
 
-    build: writes Arrow files to the folder that is passed to it. The table is their concatenation in the order of their
-    names.
-
-    Files are compared with their digests on each call. A damaged table is rebuilt with one warning. A lock next to the
-    folder lets one process build at a time, and the others then read its table. Raises UserError if the table cannot be
-    written.
+    build: writes Arrow files to the folder that is passed to it, which are concatenated in the order of their names.
+    One process builds at a time, and others wait for its table. Raises UserError if the table cannot be written.
     """
     if not folder.exists() or _is_damaged(folder):
         try:

@@ -1,6 +1,7 @@
 """The data pipeline, from JSONL files to rows of token ids."""
 
 import logging
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -53,20 +54,19 @@ def build_dataset(
 ) -> RowDataset:
     """Rows for the collator from JSONL files. The same arguments always give the same rows.
 
-    files: files, folders or patterns of JSONL records. pack: whether several samples share a row. num_proc: processes
-    that tokenize. cache_dir: folder of cached tokens; by default that of Hugging Face datasets. The cache depends on
-    the content of the lines and on everything that turns them into tokens, and it is verified on each call. With
-    several processes, let one of them build it first.
-
-    Raises UserError for bad files, records (with file, line and field) and settings, for a file that changes while it
-    is read, for a token without an embedding, and if no sample is left.
+    pack: whether several samples share a row. num_proc: processes that tokenize. cache_dir: folder of cached tokens; by
+    default that of Hugging Face datasets. With several ranks, let one of them build it first. Raises UserError for bad
+    files, records (with file, line and field) and settings, and if no sample is left.
     """
     if tokenize.max_length < 2:
         raise UserError(f"max_length is {tokenize.max_length}: a row needs at least 2 tokens, one of them to predict")
     if list(tokenize.aligners[-1:]) != [common_form_aligner()]:
         raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
     digests = lines.content_digests(files)
-    if unread := tokenize.unread(lines.first_lines(digests, FIRST_LINES)):
+    first_lines = list(islice(chain.from_iterable(lines.text_lines(path) for path, _ in digests), FIRST_LINES))
+    if not first_lines:
+        raise UserError(f"no record in {digests[0][0]} …: all lines are blank")
+    if unread := tokenize.unread(first_lines):
         logger.info(unread_note(unread))
     samples = tokenize.table(digests, num_proc, cache_dir)
 

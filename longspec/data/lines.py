@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longspec.digests import content_hash, file_digests
+from longspec.digests import file_digests
 from longspec.errors import UserError
 
 Files = str | Path | Iterable[str | Path]
@@ -32,10 +32,6 @@ def data_files(files: Files) -> list[str]:
         if not matches:
             raise UserError(f"no data file at '{name}': give a .jsonl file, a folder of them, or a pattern")
         paths += matches
-    # Checked here, because tokenization of the files before an unreadable one can take hours.
-    for path in paths:
-        if not os.access(path, os.R_OK):
-            raise UserError(f"data file '{path}' cannot be read: check its permissions")
     return paths
 
 
@@ -59,53 +55,35 @@ def content_digests(files: Files) -> list[list[str]]:
     return [list(entry) for entry in zip(paths, file_digests(paths), strict=True)]
 
 
-def first_lines(digests: Sequence[Sequence[str]], count: int) -> list[Line]:
-    """The first `count` non-blank lines of the files of `content_digests`. Raises UserError if all are blank."""
-    lines = list(islice((line for path, _ in digests for line in text_lines(path)), count))
-    if not lines:
-        names = ", ".join(path for path, _ in digests[:3])
-        raise UserError(f"no record in {names}{' …' if len(digests) > 3 else ''}: all lines are blank")
-    return lines
-
-
 def text_lines(path: str) -> Iterator[Line]:
     """The non-blank lines of a file."""
     with open(path, "rb") as handle:
         yield from ((path, number, raw) for number, raw in enumerate(handle, 1) if raw.strip())
 
 
-def chunks(digests: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-    """The files of `content_digests` in chunks of LINES_PER_CHUNK lines.
-
-    A chunk has a `path`, the number of its first `line` (from 1), its `start` and `size` in bytes, and a `digest`.
-    Raises UserError for a file that has changed since it was digested.
-    """
-    for path, expected in digests:
-        # The digest covers the bytes that are cut here, not those of a second read.
-        whole, number, start = content_hash(), 1, 0
+def chunks(files: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The files in chunks of LINES_PER_CHUNK lines: `path`, number of the first `line` from 1, `start` and `size` in
+    bytes."""
+    for path in files:
+        number, start = 1, 0
         with open(path, "rb") as handle:
             while lines := list(islice(handle, LINES_PER_CHUNK)):
-                raw = b"".join(lines)
-                whole.update(raw)
-                digest = content_hash(raw).hexdigest()
-                yield {"path": path, "line": number, "start": start, "size": len(raw), "digest": digest}
-                number, start = number + len(lines), start + len(raw)
-        if whole.hexdigest() != expected:
-            raise _changed(path)
+                size = sum(map(len, lines))
+                yield {"path": path, "line": number, "start": start, "size": size}
+                number, start = number + len(lines), start + size
 
 
-def read_chunk(path: str, line: int, start: int, size: int, digest: str) -> Iterator[Line]:
-    """The non-blank lines of a chunk. Raises UserError if they have changed since.
-
-    Only b"\\n" ends a line, because a JSON string may contain other line separators, such as U+2028.
-    """
+def read_chunk(path: str, line: int, start: int, size: int) -> Iterator[Line]:
+    """The non-blank lines of a chunk."""
     with open(path, "rb") as handle:
         handle.seek(start)
-        chunk = handle.read(size)
-    if content_hash(chunk).hexdigest() != digest:
-        raise _changed(path)
-    yield from ((path, number, raw) for number, raw in enumerate(chunk.split(b"\n"), line) if raw.strip())
+        # A JSON string may contain other line separators, such as U+2028.
+        lines = handle.read(size).split(b"\n")
+    yield from ((path, number, raw) for number, raw in enumerate(lines, line) if raw.strip())
 
 
-def _changed(path: str) -> UserError:
-    return UserError(f"data file '{path}' changed while it was read; start again once nothing writes to it")
+def check_unchanged(digests: Sequence[Sequence[str]]) -> None:
+    """Raise UserError for a file that differs from its entry in `content_digests`."""
+    for (path, before), after in zip(digests, file_digests(path for path, _ in digests), strict=True):
+        if after != before:
+            raise UserError(f"data file '{path}' changed while it was read; start again once nothing writes to it")

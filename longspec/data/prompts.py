@@ -3,11 +3,11 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.chat_template import template_text
-from longspec.data.aligners import DEFAULT_ALIGNERS, ROLES, Turn
+from longspec.data.aligners import ROLES, Turn, common_form_aligner
 from longspec.data.lines import Files, data_files
 from longspec.data.record_fields import check_sampling, unread_fields
 from longspec.data.records import (
@@ -18,10 +18,10 @@ from longspec.data.records import (
     RecordError,
     located,
     parse_record,
-    record_kind,
     split_pairs,
 )
 from longspec.data.templates import CONTINUED_KINDS, apply_template, composed, conversation_text
+from longspec.digests import file_digests
 from longspec.errors import UserError
 
 LOOP_NGRAM = 4
@@ -30,9 +30,6 @@ LOOP_SHARE = 0.5
 """Share of distinct n-grams below which a text is a repetition loop."""
 LOOP_TAIL = 128
 """Tokens at the end of a text in which a loop is also looked for."""
-PROMPT_FIELDS = ("prompt", *TURN_KINDS, *(kind.prompt_field for kind in KINDS if kind.prompt_field))
-PROMPT_FORMS = (*dict.fromkeys(PROMPT_FIELDS), "context + input")
-"""The fields of a record from which prompts are read, the usual ones first."""
 PLACEHOLDER = "USER-TURN"
 """Text that marks the content of a user turn in the output of a chat template."""
 
@@ -46,7 +43,7 @@ class SourcePrompt:
     turns: list[Turn]
     """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
-    """SourcePrompt text in the chat format."""
+    """Its text in the chat format."""
 
 
 class PromptFiles:
@@ -56,22 +53,21 @@ class PromptFiles:
         """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
         self.lines: list[tuple[str, int, int, int]] = []
         """File, line number from 1, byte offset and number of bytes of each record."""
-        self.digests: dict[str, str] = {}
-        """SHA-256 of each file's bytes, by path."""
+        paths = data_files(files)
+        self.digests = dict(zip(paths, file_digests(paths), strict=True))
+        """The digest of each file, by path."""
         self.unread: set[str] = set()
         """The fields that nothing reads."""
-        for path in data_files(files):
-            digest, start = hashlib.sha256(), 0
+        for path in paths:
+            start = 0
             with open(path, "rb") as handle:
                 for number, raw in enumerate(handle, 1):
-                    digest.update(raw)
                     if raw.strip():
                         # Converted once only for its errors; the text is read again when it is needed.
                         with located(path, number):
                             _prompts(parse_record(path, number, raw), self.unread)
                         self.lines.append((path, number, start, len(raw)))
                     start += len(raw)
-            self.digests[path] = digest.hexdigest()
         if not self.lines:
             raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
 
@@ -93,14 +89,13 @@ class PromptFiles:
                 handle.seek(offset)
                 record = parse_record(path, number, handle.readline())
             # One record can hold several articles, and so several prompts.
-            for source_id, turns, text in _prompts(record):
+            for prompt in _prompts(record):
                 try:
-                    if turns:
-                        text = conversation_text(turns, family, tokenizer, chat_format)
+                    if prompt.turns:
+                        prompt = replace(prompt, text=conversation_text(prompt.turns, family, tokenizer, chat_format))
+                    prompts.append(prompt)
                 except RecordError as error:
                     rejected.append(f"{path}, line {number}: {error}")
-                    continue
-                prompts.append(SourcePrompt(source_id, turns, text))
         return prompts
 
     def size(self, start: int, end: int) -> int:
@@ -108,41 +103,24 @@ class PromptFiles:
         return sum(size for *_, size in self.lines[start:end])
 
 
-def _prompts(record: Record, unread: set[str] | None = None) -> list[tuple[str, list[Turn], str]]:
-    """Each prompt of a record, as (id, turns, "") or, for text to be continued, (id, [], text).
-
-    unread: gets the names of the fields that nothing reads.
-    """
-    is_longbench = isinstance(record.get("context"), str) and isinstance(record.get("input"), str)
-    if is_longbench and "instruction" not in record:
-        # A document and a question about it.
-        content = "\n\n".join(part for part in (record["context"], record["input"]) if part.strip())
-        others = {name: value for name, value in record.items() if name not in ("context", "input")}
-        record = {**others, "id": record.get("id", record.get("_id")), **_as_turns(content)}
+def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePrompt]:
+    """Each prompt of a record; the text of a conversation is empty. unread: gets the fields that nothing reads."""
     prompts = []
-    # The same aligners as in training, so that any training file serves as a file of prompts.
     record = _with_answer(record)
-    record_kind(record, PROMPT_FORMS)
     if unread is not None:
         unread |= unread_fields(record)
-    for part in split_pairs(record):
-        for aligner in DEFAULT_ALIGNERS:
-            part = aligner(part)
-        source_id, kind, prompt = part["id"], part["kind"], part["prompt"]
+    # The same aligner as in training, so that any training file serves as a file of prompts.
+    for part in map(common_form_aligner(), split_pairs(record)):
+        kind, prompt = part["kind"], part["prompt"]
         if prompt is None:
             raise RecordError("text", "is plain text, without a prompt that a target could answer")
-        if not isinstance(prompt, str):
-            prompts.append((source_id, prompt, ""))
-        elif kind in CONTINUED_KINDS:
-            prompts.append((source_id, [], prompt))
-        else:
-            content = composed(kind, prompt)
-            prompts.append((source_id, _as_turns(content)["messages"], ""))
+        if isinstance(prompt, str) and kind in CONTINUED_KINDS:
+            prompts.append(SourcePrompt(part["id"], [], prompt))
+            continue
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": composed(kind, prompt)}]
+        prompts.append(SourcePrompt(part["id"], prompt, ""))
     return prompts
-
-
-def _as_turns(content: str) -> dict[str, list[Turn]]:
-    return {"messages": [{"role": "user", "content": content}]}
 
 
 def _with_answer(record: Record) -> Record:

@@ -29,58 +29,29 @@ SYSTEM_KINDS = (*TURN_KINDS, "instruction", "source", "problem", "prompt")
 ANSWER_SWITCHES = _names("weight loss train loss_weight trainable train_on_turn learn loss_mask")
 """Plain names of a turn's fields that say whether an answer is to be learned: 1 or true, or else 0 or false."""
 
-_LEAVE_OUT = "leave this record out"
-_FOR_ALL = "is a setting of the whole run, chat_template_kwargs; remove it from the records"
-_NO_MEDIA = f"is not text; {_LEAVE_OUT}"
-_INTO_PROMPT = "would be ignored; write it into the prompt's text"
-_REASONING = "would be lost; write it into the answer's text as the target writes it, or remove it"
-_TOOL_CALL = f"holds a tool call, which has no text; {_LEAVE_OUT}"
-_TOOLS = "would be ignored; write the definitions into the system turn's text"
-_PREFILL = "asks to continue an answer, which is not supported; use a record with prefix and suffix"
-_UNWEIGHTED = f"records cannot be weighted; remove it, or {_LEAVE_OUT}"
-_REASONING_FIELDS = (
+_REASONING = (
     "reasoning reasoning_content reasoning_text reasoning_details reasoning_steps reasoning_trace "
     "think thinking thinking_blocks thought thoughts cot chain_of_thought rationale scratchpad"
 )
-_MEDIA_FIELDS = "image images image_url image_urls image_path audio audios audio_url video videos video_url attachments"
-
-
-def _refused(problems: Mapping[str, str]) -> dict[str, str]:
-    """Fields that change the text, by plain name, with the problem to report. problems: by names, as for `_names`."""
-    return {name: problem for names, problem in problems.items() for name in _names(names)}
-
-
-REFUSED_IN_TURNS = _refused(
-    {
-        "tool_calls tool_call tool_use function_call function_calls": _TOOL_CALL,
-        _REASONING_FIELDS: _REASONING,
-        _MEDIA_FIELDS: _NO_MEDIA,
-        "refusal": f"is not the answer's content; {_LEAVE_OUT}",
-        "prefix partial prefill": _PREFILL,
-        "mask masked train_detail": "may hide a part of the answer from training; use weight, 0 or 1",
-    }
+_MEDIA = "image images image_url image_urls image_path audio audios audio_url video videos video_url attachments"
+REFUSED_IN_TURNS = _names(
+    "tool_calls tool_call tool_use function_call function_calls refusal prefix partial prefill",
+    "mask masked train_detail",
+    _REASONING,
+    _MEDIA,
 )
-"""In a turn."""
-REFUSED_IN_CONVERSATIONS = _refused(
-    {
-        _REASONING_FIELDS: _REASONING,
-        "tools functions available_tools tool_definitions tool_schemas function_definitions apis": _TOOLS,
-        "documents instructions": _INTO_PROMPT,
-        "chat_template_kwargs template_kwargs chat_template enable_thinking thinking_budget reasoning_effort": _FOR_ALL,
-        "continue_final_message prefill response_prefix assistant_prefix assistant_prefill": _PREFILL,
-        _MEDIA_FIELDS: _NO_MEDIA,
-        "mask": f"may hide a part of the text from training; remove it, or {_LEAVE_OUT}",
-        "rejected": f"belongs to preference data, whose pairs are not read; {_LEAVE_OUT}",
-    }
+"""Plain names, as all below. In a turn."""
+REFUSED_IN_CONVERSATIONS = _names(
+    "tools functions available_tools tool_definitions tool_schemas function_definitions apis documents instructions",
+    "chat_template_kwargs template_kwargs chat_template enable_thinking thinking_budget reasoning_effort",
+    "continue_final_message prefill response_prefix assistant_prefix assistant_prefill mask rejected",
+    _REASONING,
+    _MEDIA,
 )
 """In a record with a prompt or turns."""
-REFUSED_NEXT_TO_PROMPTS = _refused(
-    {
-        "context input chat_history conversation_history previous_messages query question hint hints examples "
-        "demonstrations few_shot few_shot_examples background passage passages knowledge": _INTO_PROMPT,
-        "suffix": "is only read next to a prefix; remove it",
-        "middle": "is only read as part of prefix or suffix; remove it",
-    }
+REFUSED_NEXT_TO_PROMPTS = _names(
+    "context input chat_history conversation_history previous_messages query question hint hints examples",
+    "demonstrations few_shot few_shot_examples background passage passages knowledge suffix middle",
 )
 """In a record with a prompt of text. Conversations often have such fields as metadata."""
 REFUSED_WEIGHTS = _names("sample_weight loss_weight weights loss_mask train trainable")
@@ -133,18 +104,23 @@ def is_set(name: str, value: Any) -> bool:
     return name in ANY_VALUE_COUNTS or (bool(value) and value not in ("[]", "{}", "null"))
 
 
-def check_fields(fields: Mapping[str, Any], refused: Mapping[str, str], where: str = "", text: str = "") -> None:
+def check_fields(
+    fields: Mapping[str, Any],
+    refused: Collection[str],
+    where: str = "",
+    text: str = "",
+    problem: str = "would be ignored; write it into the text, remove it, or leave this record out",
+) -> None:
     """Raise RecordError for the first field that is refused and set.
 
-    refused: by plain name; where: prefix of the name. text: the record's or turn's own; a field that repeats parts of
-    it loses nothing.
+    refused: plain names; where: prefix of the name. text: the record's or turn's own; a field that repeats parts of it
+    loses nothing.
     """
     for name, value in fields.items():
-        problem = refused.get(plain_name(name))
-        parts = value if isinstance(value, list) and value else [value]
-        is_repeated = all(isinstance(part, str) and part.strip() != "" and part.strip() in text for part in parts)
-        if problem is not None and is_set(plain_name(name), value) and not is_repeated:
-            raise RecordError(f"{where}{name}", problem)
+        if plain_name(name) in refused and is_set(plain_name(name), value):
+            parts = value if isinstance(value, list) and value else [value]
+            if not all(isinstance(part, str) and part.strip() != "" and part.strip() in text for part in parts):
+                raise RecordError(f"{where}{name}", problem)
 
 
 def unread_fields(record: Record) -> set[str]:
@@ -163,27 +139,24 @@ def unread_fields(record: Record) -> set[str]:
 
 def check_record(record: Record, kind: Kind) -> None:
     """Raise RecordError for a field that changes the meaning of a record of this kind and is not used."""
+    refused = {*REFUSED_WEIGHTS}
     has_prompt = kind.prompt_field is not None or kind.name in TURN_KINDS
-    parts = [record.get(name) for name in (kind.prompt_field, kind.answer_field) if name is not None]
-    text = "\n".join(part for part in parts if isinstance(part, str))
     if has_prompt:
-        check_fields(record, REFUSED_IN_CONVERSATIONS, text=text)
+        refused.update(REFUSED_IN_CONVERSATIONS)
     if kind.prompt_field is not None:
-        used = {"instruction": "input", "prefix": "suffix"}.get(kind.name)
-        refused = {name: problem for name, problem in REFUSED_NEXT_TO_PROMPTS.items() if name != used}
-        check_fields(record, refused, text=text)
-    unsupported = f"is not supported in a record of kind {kind.name}"
+        refused.update(REFUSED_NEXT_TO_PROMPTS)
     if kind.name not in SYSTEM_KINDS:
-        check_fields(record, dict.fromkeys(SYSTEM_FIELDS, f"{unsupported}; remove it"))
-    if kind.name != "instruction":
-        check_fields(record, {HISTORY: f"{unsupported}; use `messages`"})
-    check_fields(record, dict.fromkeys(REFUSED_WEIGHTS, _UNWEIGHTED))
+        refused.update(SYSTEM_FIELDS)
+    refused.add(HISTORY)
+    refused.difference_update({"instruction": ("input", HISTORY), "prefix": ("suffix",)}.get(kind.name, ()))
+    parts = [record.get(name) for name in (kind.prompt_field, kind.answer_field) if name is not None]
+    check_fields(record, refused, text="\n".join(part for part in parts if isinstance(part, str)))
     weight = record.get("weight")
     if isinstance(weight, int | float) and weight != 1:
-        raise RecordError("weight", f"is {weight}; {_UNWEIGHTED}")
+        raise RecordError("weight", f"is {weight}; records cannot be weighted")
     # Unpaired preference data, whose answers may be bad ones.
     if has_prompt and record.get("label") is False:
-        raise RecordError("label", f"is false, so the answer is a bad one; {_LEAVE_OUT}")
+        raise RecordError("label", "is false, so the answer is a bad one; leave this record out")
 
 
 def unread_note(names: Collection[str]) -> str:
@@ -196,7 +169,8 @@ def check_sampling(record: Record) -> None:
     """Raise RecordError if a record that asks for an answer sets an option of it."""
     check_fields(
         record,
-        dict.fromkeys(SAMPLING_FIELDS, "is not read from records; the options of the command apply to all; remove it"),
+        SAMPLING_FIELDS,
+        problem="is not read from records; the options of the command apply to all; remove it",
     )
 
 
@@ -207,7 +181,7 @@ def is_learned(turn: Mapping[str, Any], field: str) -> bool:
     }
     for name, value in switches.items():
         if value not in (0, 1):
-            raise RecordError(f"{field}.{name}", f"is {value!r}; only 0 and 1 are supported; {_LEAVE_OUT}")
+            raise RecordError(f"{field}.{name}", f"is {value!r}; only 0 and 1 are supported")
     return all(switches.values())
 
 

@@ -1,7 +1,7 @@
 """Records of JSONL files: their fields and kinds."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,10 +17,7 @@ WHERE = "_where"
 
 
 class RecordError(UserError):
-    """A problem of one record, as (field, problem); field is None for one of the whole record.
-
-    `located` adds the file and the line.
-    """
+    """A problem of one record: (field or None, problem). `located` adds the file and the line."""
 
     def __str__(self) -> str:
         field, problem = self.args
@@ -55,13 +52,6 @@ KINDS = (
     Kind("problem", "problem", "solution"),
     Kind("prompt", "prompt", "completion"),
 )
-RECORD_FORMS = tuple(
-    dict.fromkeys(
-        f"{kind.prompt_field} + {kind.answer_field}" if kind.prompt_field else kind.answer_field
-        for kind in sorted(KINDS, key=lambda kind: kind.name != "text")
-    )
-)
-"""The fields of each kind, plain text first."""
 KIND_FIELDS = frozenset(name for kind in KINDS for name in (kind.prompt_field, kind.answer_field) if name)
 """Fields that tell a record's kind."""
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
@@ -109,18 +99,14 @@ def is_list_of_pairs(record: Record) -> bool:
 def split_pairs(record: Record) -> list[Record]:
     """One record per (article, abstract) pair; the record itself if it is not a list of pairs.
 
-    Two empty lists are one pair of empty texts. The pair's number is appended to WHERE and to the id, if there is one.
-    Raises RecordError for lists of different lengths, or a list next to a string.
+    The pair's number is appended to WHERE and to the id, if there is one. Raises RecordError unless both are lists of
+    one length.
     """
     if not is_list_of_pairs(record):
         return [record]
     articles, abstracts = record["article"], record["abstract"]
-    if not isinstance(articles, list) or not isinstance(abstracts, list):
-        wrong = "abstract" if isinstance(articles, list) else "article"
-        raise RecordError(wrong, f"must be a list like its partner, not {_type_name(record[wrong])}")
-    if len(articles) != len(abstracts):
-        raise RecordError("abstract", f"has {len(abstracts)} items where 'article' has {len(articles)}")
-
+    if not isinstance(articles, list) or not isinstance(abstracts, list) or len(articles) != len(abstracts):
+        raise RecordError("abstract", "must be a list as long as 'article', or both must be strings")
     # Two empty lists count as one record with an empty answer, which the log reports.
     pairs = list(zip(articles, abstracts, strict=True)) or [("", "")]
     name_keys = [key for key in ("id", WHERE) if key in record]
@@ -132,11 +118,8 @@ def split_pairs(record: Record) -> list[Record]:
     return records
 
 
-def record_kind(record: Record, forms: Iterable[str] = RECORD_FORMS) -> Kind:
-    """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits.
-
-    forms: those that the error names.
-    """
+def record_kind(record: Record) -> Kind:
+    """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits."""
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
     # `source` is a prompt in some data sets and the name of the corpus in others.
@@ -150,8 +133,8 @@ def record_kind(record: Record, forms: Iterable[str] = RECORD_FORMS) -> Kind:
             answers = [other.answer_field for other in KINDS if other.prompt_field == kind.prompt_field]
             raise RecordError("' or '".join(answers), f"is missing or null, and '{kind.prompt_field}' needs it")
     names = ", ".join(sorted(set(record) - {WHERE})) or "none"
-    first, *others = forms
-    raise RecordError(first, f"is missing or null; this record has {names}; use one of: {', '.join((first, *others))}")
+    forms = dict.fromkeys(" + ".join(filter(None, kind[1:])) for kind in KINDS)
+    raise RecordError(None, f"no text or prompt; the record has {names}; use one of: {', '.join(forms)}")
 
 
 def text_of(value: Any, field: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from longspec.chat_template import template_text
 from longspec.data.aligners import Turn
-from longspec.data.templates import CHAT_FORMATS, apply_template, check_chat_format
+from longspec.data.templates import CHAT_FORMATS, TURN_FORMATS, apply_template
 from longspec.errors import UserError
 
 AUTO = "auto"
@@ -34,17 +34,19 @@ def resolve_chat_format(
     other targets, which are base models. say: called with a line about the last case. Raises UserError for an unknown
     format or one that the target does not support.
     """
-    if chat_format not in CHAT_FORMAT_CHOICES:
+    if chat_format == AUTO and target not in PUBLISHED_TARGETS:
+        if template_text(tokenizer) is not None:
+            return "tokenizer"
+        say(f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)")
+        return "plain"
+    if chat_format in (AUTO, "published"):
+        if family not in TURN_FORMATS:
+            raise UserError(f"no published chat format for model family '{family}', only for {', '.join(TURN_FORMATS)}")
+        return "published"
+    if chat_format not in CHAT_FORMATS:
         raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMAT_CHOICES)}")
-    if chat_format == AUTO:
-        if target in PUBLISHED_TARGETS:
-            chat_format = "published"
-        elif template_text(tokenizer) is not None:
-            chat_format = "tokenizer"
-        else:
-            chat_format = "plain"
-            say(f"{target}: its tokenizer has no chat template, so prompts are plain text (chat_format plain)")
-    check_chat_format(family, tokenizer, chat_format)
+    if chat_format == "tokenizer" and template_text(tokenizer) is None:
+        raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
     return chat_format
 
 

@@ -1,12 +1,10 @@
 """Prompt templates and chat formats: aligned records as text, and text as token ids."""
 
 from collections.abc import Mapping, Sequence
-from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError
 
-from longspec.chat_template import template_text
 from longspec.data.aligners import AlignedRecord, Turn
 from longspec.data.records import KINDS, TURN_KINDS, RecordError
 from longspec.errors import UserError, first_line
@@ -42,24 +40,21 @@ TEMPLATE_KINDS = tuple(
 """Kinds of records whose prompt is inserted into a template."""
 
 
-def check_template(text: object, fields: Sequence[str], where: str) -> str:
-    """`text`, if it is a format string that contains at least one of `fields` by name and nothing else.
+MARK = "\0"
+"""Stands for a field's text while a template is checked."""
 
-    Raises UserError that starts with `where`.
-    """
-    if not isinstance(text, str):
-        raise UserError(f"{where}: must be text with {_braced(fields)}, not {type(text).__name__}")
+
+def check_template(text: object, fields: Sequence[str], where: str) -> str:
+    """`text`, if it is a format string with one or more of `fields`. Raises UserError that starts with `where`."""
+    braced = " or ".join(f"{{{name}}}" for name in fields)
     try:
-        quoted = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; double each brace that is not a field") from error
-    for name, spec, conversion in quoted:
-        if name not in fields:
-            raise UserError(f"{where}: no field {{{name}}}; use {_braced(fields)} and double other braces")
-        if spec or conversion:
-            raise UserError(f"{where}: a field has only a name, such as {{{name}}}, without a format")
-    if not quoted:
-        raise UserError(f"{where}: contains no field; use {_braced(fields)}")
+        filled = text.format(**dict.fromkeys(fields, MARK)) if isinstance(text, str) else ""
+    except (LookupError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{where}: not a template ({reason}); use {braced} and double other braces") from error
+    # Doubled braces are no field.
+    if not isinstance(text, str) or MARK not in filled:
+        raise UserError(f"{where}: must be text with {braced}")
     return text
 
 
@@ -71,12 +66,8 @@ def check_templates(templates: Mapping[str, object], where: str) -> dict[str, st
     return {kind: check_template(text, ("prompt",), f"{where}.{kind}") for kind, text in templates.items()}
 
 
-def _braced(fields: Sequence[str]) -> str:
-    return " or ".join(f"{{{name}}}" for name in fields)
-
-
 def chat_prompt(user_prompt: str, family: str, tokenizer: Any, chat_format: str, answer_prefix: str = "") -> str:
-    """`user_prompt` in the chat format, then `answer_prefix`. Raises UserError as `conversation_text` does."""
+    """`user_prompt` in the chat format, then `answer_prefix`."""
     turns: list[Turn] = [{"role": "user", "content": user_prompt}]
     return conversation_text(turns, family, tokenizer, chat_format) + answer_prefix
 
@@ -127,27 +118,21 @@ def _after_prefix(text: str, prefix: str) -> str:
     return f" {text.lstrip()}" if prefix else text
 
 
-def check_chat_format(family: str, tokenizer: Any, chat_format: str) -> None:
-    """Raise UserError for an unknown format or one that this family or tokenizer does not support."""
-    if chat_format not in CHAT_FORMATS:
-        raise UserError(f"unknown chat_format '{chat_format}': use one of {', '.join(CHAT_FORMATS)}")
-    if chat_format == "published" and family not in TURN_FORMATS:
-        raise UserError(f"no published chat format for model family '{family}', only for {', '.join(TURN_FORMATS)}")
-    if chat_format == "tokenizer" and template_text(tokenizer) is None:
-        raise UserError("chat_format 'tokenizer' needs a tokenizer with a chat template; use 'plain' or 'published'")
-
-
 def conversation_text(
-    turns: list[Turn], family: str, tokenizer: Any, chat_format: str, field: str = TURN_KINDS[0]
+    turns: list[Turn],
+    family: str,
+    tokenizer: Any,
+    chat_format: str,
+    field: str = TURN_KINDS[0],
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of all turns in the chat format, and the start of the assistant's next turn.
 
-    field: that of the turns, for errors. Raises RecordError for a role that only a chat template can format, and
-    UserError for an unknown family or format, or a tokenizer without a template.
+    chat_format: as `target_format.resolve_chat_format` returns it. field: that of the turns, for errors. variables:
+    those of the chat template. Raises RecordError for a role that only a chat template can format.
     """
-    check_chat_format(family, tokenizer, chat_format)
     if chat_format == "tokenizer":
-        return apply_template(tokenizer, turns, add_generation_prompt=True)
+        return apply_template(tokenizer, turns, True, variables)
     for number, turn in enumerate(turns):
         if turn["role"] not in PUBLISHED_ROLES:
             raise RecordError(
@@ -164,10 +149,17 @@ def conversation_text(
     return "".join(texts) + f"{before}assistant\n"
 
 
-def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: bool = False) -> str:
+def apply_template(
+    tokenizer: Any,
+    turns: list[Turn],
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of the turns in the tokenizer's chat template. Raises RecordError for any error of the template."""
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        # With chat_template named here, no variable replaces the template itself.
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "chat_template": None}
+        return tokenizer.apply_chat_template(turns, **options, **(variables or {}))
     except Exception as error:  # a template can raise what Python's operators and methods raise
         # The message of a template's own raise_exception says what is wrong.
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -176,10 +168,7 @@ def apply_template(tokenizer: Any, turns: list[Turn], add_generation_prompt: boo
 
 
 def check_embedded(ids: Sequence[int], vocab_size: int, tokenizer: Any, where: str) -> None:
-    """Raise UserError that starts with `where` for a token that the target has no embedding for.
-
-    A tokenizer may have more tokens than its target, such as those added for other programs.
-    """
+    """Raise UserError that starts with `where` for a token that only the tokenizer has, and not the target."""
     token = max(ids, default=0)
     if token >= vocab_size:
         text = tokenizer.convert_ids_to_tokens(int(token))

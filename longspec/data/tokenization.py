@@ -3,16 +3,16 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from longspec.data import aligners as aligner_functions
 from longspec.data import lines, record_fields, records, templates
 from longspec.data.aligners import DEFAULT_ALIGNERS, AlignedRecord, Aligner
 from longspec.data.cache import cached_table
-from longspec.errors import UserError, first_line
+from longspec.digests import file_digests
 from longspec.extras import extra
 
 with extra("train"):
@@ -91,16 +91,15 @@ class Tokenize:
         return columns
 
     def table(self, digests: Digests, num_proc: int, cache_dir: str | None) -> Dataset:
-        """The samples of all lines of the files, memory-mapped. At most `num_proc` processes tokenize them if needed.
-
-        digests: from `lines.content_digests`.
-        """
+        """The samples of all lines of the files, memory-mapped. Up to `num_proc` processes tokenize them if needed."""
         fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
             global _forked
             # Only numbers; the lines stay in the files.
-            chunks = Dataset(InMemoryTable.from_pylist(list(lines.chunks(digests))), fingerprint="chunks")
+            chunks = Dataset(
+                InMemoryTable.from_pylist(list(lines.chunks(path for path, _ in digests))), fingerprint="chunks"
+            )
             workers = min(num_proc, len(chunks))
             forks = workers > 1 and multiprocess.get_start_method() == "fork"
             _forked = self if forks else None
@@ -115,6 +114,7 @@ class Tokenize:
                 cache_file_name=str(Path(folder) / "tokens.arrow"),
                 desc="Tokenizing",
             )
+            lines.check_unchanged(digests)
 
         folder = Path(cache_dir or config.HF_DATASETS_CACHE) / "longspec" / f"tokens-{fingerprint}"
         return cached_table(folder, build)
@@ -123,17 +123,16 @@ class Tokenize:
         """The names of the fields of these lines that nothing reads. Raises UserError."""
         names: set[str] = set()
         for path, line, raw in first_lines:
-            record = _apply_aligners(records.parse_record(path, line, raw), self.aligners[:-1])
             with records.located(path, line):
-                names |= record_fields.unread_fields(record)
+                names |= record_fields.unread_fields(self._prepared(records.parse_record(path, line, raw)))
         return names
 
     def fingerprint(self, digests: Digests) -> str:
         """A hash of everything that determines the tokens: files, settings, tokenizer and code, aligners included."""
         # A change to this code may change the tokens, so its source is hashed, not a version number.
-        modules = [lines, record_fields, records, templates, aligner_functions, inspect.getmodule(Tokenize)]
-        modules += [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
-        sources = [inspect.getsource(module) for module in modules if module and hasattr(module, "__file__")]
+        functions = [inspect.getmodule(getattr(aligner, "func", aligner)) for aligner in self.aligners]
+        own = {file for module in functions if (file := getattr(module, "__file__", None)) is not None}
+        sources = file_digests([*sorted(Path(__file__).parent.glob("*.py")), *sorted(own)])
         settings = {name: value for name, value in vars(self).items() if name != "tokenizer"}
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         tokenizer: Any = self.tokenizer
@@ -145,10 +144,8 @@ class Tokenize:
     def _texts(self, chunk: Iterable[lines.Line]) -> Iterator[tuple[AlignedRecord, tuple[str, str], str]]:
         """The aligned records of some lines, the prompt and answer text of each, and its file and line."""
         for path, line, raw in chunk:
-            record = records.parse_record(path, line, raw)
             with records.located(path, line):
-                # The last aligner runs after the split, so that each pair is converted on its own.
-                record = _apply_aligners(record, self.aligners[:-1])
+                record = self._prepared(records.parse_record(path, line, raw))
                 # A conversation has only its last answer in the loss, so pairs become samples of their own.
                 parts = records.split_pairs(record) if self.answer_only else [record]
                 for part in parts:
@@ -156,11 +153,12 @@ class Tokenize:
                     text = templates.render(aligned, self.family, self.tokenizer, self.chat_format, self.templates)
                     yield aligned, text, f"{path}, line {line}"
 
-    def _pieces(self, ids: list[int], prompt_length: int, splits: bool, is_cut: bool) -> list[dict[str, Any]]:
-        """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split".
+    def _prepared(self, record: records.Record) -> records.Record:
+        """`record` after all aligners but the last, which runs after lists of pairs are split."""
+        return reduce(lambda aligned, aligner: aligner(aligned), self.aligners[:-1], record)
 
-        Pieces have no prompt, because samples that may be split have all tokens in the loss.
-        """
+    def _pieces(self, ids: list[int], prompt_length: int, splits: bool, is_cut: bool) -> list[dict[str, Any]]:
+        """One sample cut to max_length: its beginning, or all pieces if it may be split and `overflow` is "split"."""
         # The draft must learn to propose the EOS, but not where an answer was cut. A template may have written it.
         if not is_cut and ids[-1:] != [self.eos_token_id]:
             ids = [*ids, self.eos_token_id]
@@ -173,6 +171,7 @@ class Tokenize:
         if not splits or self.overflow == "truncate":
             kept = ids[: self.max_length]
             return [_piece(kept, min(prompt_length, len(kept)), len(kept))]
+        # Samples that may be split have all tokens in the loss, so the pieces have no prompt.
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
         return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
 
@@ -186,29 +185,12 @@ def _tokenize_forked(chunk: dict[str, list]) -> dict[str, list]:
     return _forked(chunk)
 
 
-def _apply_aligners(record: records.Record, aligners: Sequence[Aligner]) -> records.Record:
-    """`record` after each of `aligners`. An error in one becomes a UserError that names the record."""
-    origin = record[records.WHERE]
-    for aligner in aligners:
-        try:
-            record = aligner(record)
-        except UserError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            name = getattr(getattr(aligner, "func", aligner), "__qualname__", type(aligner).__name__)
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"{origin}: the aligner {name} failed on this record ({reason})") from error
-    return record
-
-
 def _piece(ids: list[int], prompt_length: int, length: int) -> dict[str, Any]:
     return {"input_ids": np.array(ids, dtype=np.int32), "prompt_length": prompt_length, "length": length}
 
 
 def _common_prefix(prompt: Sequence[int], whole: Sequence[int]) -> int:
-    """The number of leading tokens that the prompt alone shares with `whole`.
-
-    The tokenizer may merge the end of the prompt with the start of the answer. Such a token belongs to the answer.
-    """
+    """The number of leading tokens that the prompt alone shares with `whole`."""
+    # The tokenizer may merge the end of the prompt with the start of the answer. Such a token belongs to the answer.
     shared = min(len(prompt), len(whole))
     return next((i for i in range(shared) if prompt[i] != whole[i]), shared)

@@ -15,8 +15,7 @@ class Accepted:
     """The part of a proposal that the target accepts."""
 
     path: Tensor
-    """LongTensor [B, depth + 1]: numbers of the accepted nodes, starting with the root (0). Entries past `count` are
-    undefined."""
+    """LongTensor [B, depth + 1]: numbers of the accepted nodes, root (0) first; undefined after `count`."""
     count: Tensor
     """LongTensor [B]: number of accepted draft tokens, 0 ... depth."""
     bonus: Tensor
@@ -33,8 +32,8 @@ def accept(proposal: Proposal, logits: Tensor, sampler: Sampler, watch: Watch | 
 
 def follow(proposal: Proposal, choice: Tensor, backend: Backend | type[Backend]) -> Accepted:
     """Descend from the root while a child equals the target's choice at its parent; the last choice is the bonus token.
-    choice: LongTensor [B, N], the argmax or a draw of the target's distribution at every node. Every emitted token is
-    the target's own choice, so the rule is exact for any tree that was built without knowing the draws."""
+    choice: LongTensor [B, N], the argmax or a draw at every node. Exact for any tree built without knowing the
+    draws."""
     return Accepted(*backend.follow_choices(proposal.tokens, proposal.parents, choice, proposal.depth))
 
 

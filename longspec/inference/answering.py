@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -25,8 +25,7 @@ class Listener:
     """What becomes of the answers. Requests are known by their numbers. An exception ends all of them."""
 
     take: Callable[[int, Tokens], int | None]
-    """Called with the next tokens of an answer. Returns how many of them the answer keeps if it ends there, else None.
-    """
+    """Called with the next tokens of an answer; returns how many of them it keeps if it ends there, else None."""
     finish: Callable[[int, GenerationStats], object] = lambda number, stats: None
     """Called once an answer is complete, with its own counts and times. `decode_s` is its share of the rounds' time;
     the times of the setup go to the first answer."""
@@ -47,41 +46,32 @@ def answer_all(
     window: int | None = None,
 ) -> GenerationStats:
     """Answer requests, `max_rows` at a time or as many as fit into memory. A row that ends goes to the next request.
-
-    max_rows: None answers all as one batch, whose prompts are read before the first round. drafting: checked settings.
-    attention, compile: as for `longspec.generate`. window: number of successive requests of which the longest starts
-    first; None for all. The tokens of a request that is greedy or has a seed do not depend on the others. Returns the
-    counts and times of all requests; where prompts are read between rounds, `ttft_s` is the time of this. Raises
-    UserError, with the number of the request, for one that cannot be answered, such as one whose logits are NaN.
-    """
-    together, waiting = max_rows is None, list(range(len(requests)))
+    max_rows: None answers all as one batch, whose prompts are read before the first round; else all rows have room for
+    the longest request. drafting: checked settings. window: number of successive requests of which the longest starts
+    first; None for all. Returns the counts and times of all; `ttft_s` is then the time of prefill. Raises UserError,
+    with the number of the request, for one that cannot be answered."""
+    if not requests or listener.is_stopped():
+        return GenerationStats()
+    start, together, order = time.perf_counter(), max_rows is None, list(range(len(requests)))
     if not together:
         # The longest first, so that no long answer runs alone at the end.
         window = window or len(requests)
-        waiting.sort(key=lambda number: (number // window, -requests[number].longest))
-    kinds = (sampling_kind([request.sampling for request in requests]),)
-    figures, stats = [GenerationStats() for _ in requests], [GenerationStats()]
-    while waiting and not listener.is_stopped():
-        start = time.perf_counter()
-        rows, longest = min(max_rows or len(waiting), len(waiting)), max(requests[number].longest for number in waiting)
-        settings = EngineSettings(drafting, rows, None, longest, PREFILL_TOKENS, attention, compile, kinds, False)
-        refill = 1 if together else max(1, rows // REFILLED)
-        settings = replace(settings, refill=refill, together=together, in_blocks=listener.in_blocks)
-        engine = RequestEngine(model, settings)
-        # All rows have the capacity of the longest request. If memory is short, shorter ones come with more rows.
-        shortest = 0 if together or engine.batch.max_rows == rows else longest // 2
-        own = [number for number in waiting if requests[number].longest >= shortest]
-        waiting = [number for number in waiting if requests[number].longest < shortest]
-        word = "row" if together else "prompt"
-        stats.append(_Run(engine, requests, own, listener, figures, word).play(start))
-        del engine  # its memory is free for the next one
-    return replace(
-        pool(stats),
-        tree_shape=stats[-1].tree_shape,
-        tree_nodes=stats[-1].tree_nodes,
-        row_rounds=[own.rounds for own in figures],
-        row_ttft_s=[own.ttft_s for own in figures],
+        order.sort(key=lambda number: (number // window, -requests[number].longest))
+    rows = min(max_rows or len(requests), len(requests))
+    settings = EngineSettings(
+        drafting,
+        rows,
+        longest=max(request.longest for request in requests),
+        prefill_chunk=PREFILL_TOKENS,
+        attention=attention,
+        compile=compile,
+        kind=sampling_kind([request.sampling for request in requests]),
+        refill=1 if together else max(1, rows // REFILLED),
+        together=together,
+        in_blocks=listener.in_blocks,
     )
+    run = _Run(RequestEngine(model, settings), requests, listener, "row" if together else "prompt")
+    return run.play(order, start)
 
 
 @dataclass
@@ -90,11 +80,7 @@ class _Run:
 
     engine: RequestEngine
     requests: Sequence[Request]
-    own: Sequence[int]
-    """The numbers of those of the requests that this engine answers, in order."""
     listener: Listener
-    figures: Sequence[GenerationStats]
-    """Those of each request, which this fills."""
     word: str
     """What error messages call a request."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
@@ -103,18 +89,21 @@ class _Run:
     build_s: float = 0.0
 
     def __post_init__(self) -> None:
+        drafting, nodes = self.engine.settings.drafting, self.engine.batch.nodes
+        tree = tuple(drafting.tree_shape), nodes if drafting.method == "tree" else 0
+        self.figures = [GenerationStats(tree_shape=tree[0], tree_nodes=tree[1]) for _ in self.requests]
         self.reported = {"build_s": 0.0, **self.engine.batch.setup}
         """The times of the setup that are part of an answer's figures, and those before this run."""
 
-    def play(self, start: float) -> GenerationStats:
+    def play(self, order: Sequence[int], start: float) -> GenerationStats:
         """Step until all requests have ended. start: time.perf_counter() before the engine was built."""
         engine, device = self.engine, self.engine.batch.device
         self.build_s = time.perf_counter() - start
         try:
-            self.tickets = {number: self._add(number) for number in self.own}
+            self.tickets = {number: self._add(number) for number in order}
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            if any(self.requests[number].max_new_tokens > 1 for number in self.own):
+            if any(request.max_new_tokens > 1 for request in self.requests):
                 engine.prepare()
             before, prepared = time.perf_counter(), engine.batch.seconds_of_setup
             while engine.step() and self.failure is None:
@@ -129,11 +118,11 @@ class _Run:
             engine.close()
             raise
         engine.close(keeps=not self.tickets)
-        stats, prefill_s = pool([self.figures[number] for number in self.own]), engine.worker.counts.prefill_s
+        stats, prefill_s = pool(self.figures), engine.worker.counts.prefill_s
         plans = {} if engine.worker.controller is None else engine.worker.controller.played
         stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
         stats.ttft_s, stats.decode_s = prefill_s, seconds - prefill_s
-        self._name_tree(stats)
+        stats.row_rounds = [own.rounds for own in self.figures]
         del self.engine  # the tickets know this object, and the engine its tickets
         return stats
 
@@ -177,7 +166,7 @@ class _Run:
     def _end(self, number: int) -> None:
         ticket, own, batch = self.tickets.pop(number), self.figures[number], self.engine.batch
         own.decode_s, own.rounds_by_plan = ticket.round_s, dict(ticket.plans)
-        own.row_rounds, own.row_ttft_s = [own.rounds], [own.ttft_s]
+        own.row_rounds = [own.rounds]
         if batch.device.type == "cuda":
             # `max_memory_allocated` flattens and sorts all statistics, which takes longer than the rest of this.
             stats = torch.cuda.memory_stats_as_nested_dict(batch.device)
@@ -186,10 +175,4 @@ class _Run:
         for name, seconds in setup.items():
             setattr(own, name, seconds - self.reported[name])
         self.reported = setup
-        self._name_tree(own)
         self.listener.finish(number, own)
-
-    def _name_tree(self, stats: GenerationStats) -> None:
-        drafting = self.engine.settings.drafting
-        stats.tree_shape = tuple(drafting.tree_shape)
-        stats.tree_nodes = self.engine.batch.nodes if drafting.method == "tree" else 0

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import Request, RequestTooLarge
 from longspec.inference.methods import AUTO, GLIDE_METHODS, TREE_RULES, Drafting, method_names
-from longspec.inference.options import check_filter
 from longspec.inference.request import FILTERS
-from longspec.inference.token_options import is_integer, is_real
+from longspec.inference.token_options import check_integer, check_option, is_integer, is_real
 from longspec.kernels import DETERMINISTIC
 from longspec.models.draft_layer import check_window
 from longspec.models.glide import GlideMixin
@@ -36,69 +34,49 @@ def chosen_attention(attention: str, deterministic: bool) -> str:
     return DETERMINISTIC
 
 
-def prompt_batch(input_ids: Any, attention_mask: Any) -> tuple[Tensor, Tensor | None]:
-    """Token ids and their mask, [B, P] each. input_ids may be a tokenizer's output, which contains both, or a list of
-    token ids per row, which is padded on the right."""
+def prompt_rows(input_ids: Any, attention_mask: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Each prompt as passed in, and without its padding; LongTensors [length]. input_ids: token ids [B, P], a list of
+    token ids per row, or a tokenizer's output, which contains the mask as well. Raises UserError."""
     if isinstance(input_ids, Mapping):
         if "input_ids" not in input_ids:
             raise UserError(f"input_ids: a mapping without the key input_ids, only {', '.join(map(str, input_ids))}")
-        if attention_mask is None:
-            attention_mask = input_ids.get("attention_mask")
+        attention_mask = input_ids.get("attention_mask") if attention_mask is None else attention_mask
         input_ids = input_ids["input_ids"]
     if isinstance(input_ids, list):
-        if attention_mask is not None:
-            raise UserError("attention_mask: lists of token ids have no padding; leave it out")
-        return _padded(input_ids)
-    check_token_ids(input_ids)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor):
-            raise UserError(f"attention_mask: a {type(attention_mask).__name__}; give a tensor of 0 and 1")
-        shape, ids_shape = tuple(attention_mask.shape), tuple(input_ids.shape)
-        if shape != ids_shape:
-            raise UserError(f"attention_mask: shape {shape} is not that of input_ids {ids_shape}")
-    return input_ids, attention_mask
-
-
-def _padded(rows: list[Any]) -> tuple[Tensor, Tensor]:
-    """Lists of token ids as a batch with its mask."""
-    if not rows or not all(isinstance(row, Sequence) and row and all(map(is_integer, row)) for row in rows):
-        raise UserError("input_ids: a list; give one list of token ids per row, none empty")
-    tensors = [torch.tensor(row) for row in rows]
-    masks = [torch.ones_like(row) for row in tensors]
-    return pad_sequence(tensors, batch_first=True), pad_sequence(masks, batch_first=True)
+        is_valid = (isinstance(row, Sequence) and row and all(map(is_integer, row)) for row in input_ids)
+        if not input_ids or not all(is_valid):
+            raise UserError("input_ids: a list; give one list of token ids per row, none empty")
+        given = [torch.tensor(row, dtype=torch.long) for row in input_ids]
+    else:
+        check_token_ids(input_ids)
+        given = list(input_ids.long())
+    if attention_mask is None:
+        return given, given
+    tensors = isinstance(input_ids, Tensor) and isinstance(attention_mask, Tensor)
+    if not tensors or attention_mask.shape != input_ids.shape:
+        raise UserError("attention_mask: give a tensor of 0 and 1 of the shape of input_ids; lists need none")
+    rows = [row[mask] for row, mask in zip(given, attention_mask.bool().to(input_ids.device), strict=True)]
+    for number, row in enumerate(rows):
+        if len(row) == 0:
+            raise UserError(f"attention_mask: row {number} has no real token; a prompt needs at least one")
+    return given, rows
 
 
 def check_token_ids(input_ids: Any) -> None:
     """Raise UserError unless input_ids is an integer tensor [B, P] with at least one token."""
-    if not isinstance(input_ids, Tensor):
-        raise UserError(
-            f"input_ids: a {type(input_ids).__name__}; give a LongTensor [batch, length], "
-            'such as tokenizer(text, return_tensors="pt").input_ids'
-        )
-    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise UserError(f"input_ids: dtype {input_ids.dtype}; token ids are integers (torch.long)")
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise UserError(f"input_ids: shape {tuple(input_ids.shape)}; give token ids [batch, length], none empty")
-
-
-def prompt_rows(input_ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
-    """Each prompt without its padding, LongTensor [length]. Raises UserError for an empty one."""
-    if attention_mask is None:
-        return list(input_ids.long())
-    mask = attention_mask.bool().to(input_ids.device)
-    rows = [row_ids[row_mask] for row_ids, row_mask in zip(input_ids.long(), mask, strict=True)]
-    for number, row in enumerate(rows):
-        if len(row) == 0:
-            raise UserError(f"attention_mask: row {number} has no real token; a prompt needs at least one")
-    return rows
+    found = f"a {type(input_ids).__name__}"
+    if isinstance(input_ids, Tensor):
+        is_number = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+        if is_number and input_ids.dim() == 2 and input_ids.numel():
+            return
+        found = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}"
+    example = 'such as tokenizer(text, return_tensors="pt").input_ids'
+    raise UserError(f"input_ids: {found}; give a LongTensor [batch, length], none empty, {example}")
 
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
-    """Drafting settings that fit a model. Raises UserError for those that cannot work. The levels of method "auto" have
-    no more nodes than the vocabulary has tokens."""
-    method, shape, vocab_size = drafting.method, drafting.tree_shape, model.config.vocab_size
-    if method == AUTO and not isinstance(shape, str) and all(map(is_integer, shape)):
-        drafting = replace(drafting, tree_shape=tuple(min(width, vocab_size) for width in shape))
+    """Drafting settings that fit a model; the levels of "auto" fit its vocabulary. Raises UserError."""
+    method, vocab_size, shape = drafting.method, model.config.vocab_size, ()
     check_drafting(drafting, vocab_size)
     has_draft = model.draft_is_trained or allow_untrained_draft
     if method in GLIDE_METHODS and not has_draft:
@@ -107,7 +85,8 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
             "(--draft DRAFT, in Python glide_path=DRAFT or allow_untrained_draft=True), or choose method lookup"
         )
     check_draft_window(drafting, model.draft_model.window)
-    shape = tuple(map(int, drafting.tree_shape)) if method in ("tree", AUTO) else ()
+    if method in ("tree", AUTO):
+        shape = tuple(min(int(width), vocab_size) for width in drafting.tree_shape)
     return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
@@ -119,7 +98,7 @@ def check_drafting(drafting: Drafting, vocab_size: int) -> None:
         if value not in known:
             raise UserError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if method in ("tree", AUTO):
-        _check_tree_shape(drafting.tree_shape, vocab_size)
+        _check_tree_shape(drafting.tree_shape, vocab_size if method == "tree" else MAX_NODES)
     if drafting.tree_nodes is not None:
         check_integer("tree_nodes", drafting.tree_nodes, 2, MAX_NODES)
     if method not in ("vanilla", "tree"):
@@ -134,40 +113,26 @@ def check_draft_window(drafting: Drafting, window: int) -> None:
         check_window(window, len(drafting.tree_shape), "tree_shape")
 
 
-def _check_tree_shape(tree_shape: Any, vocab_size: int) -> None:
-    """Raise UserError unless tree_shape is a list of level sizes within the limits."""
-    if tree_shape == AUTO:
-        raise UserError(f"tree_shape: {AUTO!r} is not a shape; use method {AUTO!r}, which chooses trees")
-    is_sequence = isinstance(tree_shape, Sequence) and not isinstance(tree_shape, str)
-    if not is_sequence or not all(is_integer(width) for width in tree_shape):
-        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, as in 4 16 16 16 16")
-    if not tree_shape:
-        raise UserError("tree_shape: empty; give the number of nodes of each level, as in 4 16 16 16 16")
-    if not all(1 <= width <= vocab_size for width in tree_shape):
-        raise UserError(f"tree_shape: {list(tree_shape)}; each level needs 1 to {vocab_size} (vocabulary) nodes")
-    if 1 + sum(tree_shape) > MAX_NODES:
-        raise UserError(f"tree_shape: {1 + sum(tree_shape)} nodes with the root; a tree has at most {MAX_NODES}")
+def _check_tree_shape(tree_shape: Any, most: int) -> None:
+    """Raise UserError unless tree_shape is a list of level sizes of at most `most` nodes, within MAX_NODES in all."""
+    widths = tree_shape if isinstance(tree_shape, Sequence) else ()
+    if not widths or not all(is_integer(width) and 1 <= width <= most for width in widths):
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, 1 to {most}, as in 4 16 16 16 16")
+    if 1 + sum(widths) > MAX_NODES:
+        raise UserError(f"tree_shape: {1 + sum(widths)} nodes with the root; a tree has at most {MAX_NODES}")
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k: int, **filters: float) -> None:
-    """Raise UserError for sampling settings of a wrong type or outside their range. filters: see `check_filter`."""
-    check_integer("max_new_tokens", max_new_tokens, 1)
-    check_integer("top_k", top_k, 0)
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if not is_real(value):
-            raise UserError(f"{name}: {value!r}; it must be a number")
-    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE):
+    """Raise UserError for sampling settings of a wrong type or outside their range. filters: others of FILTERS."""
+    if not is_real(temperature) or not (temperature == 0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE):
         valid = f"from {LEAST_TEMPERATURE:.2g} to {LARGEST_TEMPERATURE:.2g}"
-        raise UserError(f"temperature: {temperature}; it must be 0 (greedy) or {valid}")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p: {top_p}; it must be above 0 and at most 1")
-    for name, value in filters.items():
-        check_filter(name, value)
+        raise UserError(f"temperature: {temperature!r}; it must be 0 (greedy) or {valid}")
+    for name, value in {"max_new_tokens": max_new_tokens, "top_p": top_p, "top_k": top_k, **filters}.items():
+        check_option(name, value)
 
 
 def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
-    """Raise RequestTooLarge for a request of more than `limit` tokens, another UserError if it is malformed. Its rules
-    are those of `token_settings`, which checks them."""
+    """Raise RequestTooLarge for a request of more than `limit` tokens, another UserError if it is malformed."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, **{name: getattr(sampling, name) for name in FILTERS})
     check_seed(sampling.seed)
@@ -187,22 +152,19 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
 
 def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
     """Raise UserError unless seed is None, or one or `rows` integers of 64 bits."""
-    if isinstance(seed, Sequence) and not isinstance(seed, str):
-        if len(seed) != rows:
-            raise UserError(f"seed: {len(seed)} seeds for {rows} rows; give one, or one per row")
-        for own in seed:
+    seeds = [seed] * rows if isinstance(seed, str) or not isinstance(seed, Sequence) else list(seed)
+    if len(seeds) != rows:
+        raise UserError(f"seed: {len(seeds)} seeds for {rows} rows; give one, or one per row")
+    for own in seeds:
+        if own is not None:
             check_integer("seed", own, 0, LARGEST_SEED)
-    elif seed is not None:
-        check_integer("seed", seed, 0, LARGEST_SEED)
 
 
 def check_streamer(streamer: Any, batch: int) -> None:
     """Raise UserError for an object that is not a streamer, and for a streamer with a batch of several rows."""
-    if streamer is None:
-        return
-    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise UserError(f"streamer: a {type(streamer).__name__}; give an object with the methods put and end")
-    if batch > 1:
+    if streamer is not None and batch > 1:
         raise UserError(f"streamer: batch of {batch}; streaming takes a single prompt")
 
 
@@ -214,14 +176,12 @@ def check_stopping(criteria: Any) -> None:
 
 def end_tokens(model: GlideMixin, eos_token_id: Any = None) -> set[int]:
     """The ids that end an answer: eos_token_id, an id or a collection or tensor of ids, else the model's own."""
-    if eos_token_id is None:
-        eos_token_id = model.generation_config.eos_token_id
-    if eos_token_id is None:
-        return set()
-    ids = eos_token_id.flatten().tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
-    ids = ids if isinstance(ids, Collection) and not isinstance(ids, str) else [ids]
+    ids = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    ids = ids.flatten().tolist() if isinstance(ids, Tensor) else ids
+    if not isinstance(ids, Collection) or isinstance(ids, str):
+        ids = [] if ids is None else [ids]
     if not all(is_integer(token) for token in ids):
-        raise UserError(f"eos_token_id: {eos_token_id!r}; give an id, or a list or tensor of ids")
+        raise UserError(f"eos_token_id: {ids!r}; give an id, or a list or tensor of ids")
     return {int(token) for token in ids}
 
 
@@ -233,10 +193,3 @@ def pad_token(model: GlideMixin, pad_token_id: Any) -> int:
     if not is_integer(value) or abs(value) >= 2**31:
         raise UserError(f"pad_token_id: {value!r}; give a token id")
     return int(value)
-
-
-def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise UserError unless `value` is an integer from `least` to `most`."""
-    if not is_integer(value) or value < least or (most is not None and value > most):
-        valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
-        raise UserError(f"{name}: {value!r}; it must be {valid}")

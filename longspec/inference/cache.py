@@ -43,11 +43,8 @@ def rank_kv_heads(config: PreTrainedConfig) -> int:
 
 
 class TargetCache:
-    """Keys and values of the target, preallocated for all layers: two tensors [L, B, K, S, D].
-
-    Slots 0 ... lengths[b] - 1 of row b hold accepted tokens, in order of position. The slots after them are scratch
-    space for the nodes of a tree. A forward pass gets the slots that it writes as an argument.
-    """
+    """Keys and values of the target for all layers: two tensors [L, B, K, S, D]. Slots 0 ... lengths[b] - 1 of row b
+    hold accepted tokens, in order of position; the slots after them are scratch space for the nodes of a tree."""
 
     def __init__(
         self,
@@ -65,11 +62,9 @@ class TargetCache:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device) if lengths is None else lengths
         """int32 [B]: accepted tokens per row."""
         self.prefix_lengths = self.lengths
-        """int32 [B]: number of slots that attention to the prefix reads per row: `lengths`, or 0 for the inactive rows
-        of a round (see `reading`)."""
+        """int32 [B]: slots that attention to the prefix reads: `lengths`, or 0 for inactive rows (see `reading`)."""
         self.newest_hidden = torch.zeros(batch, 1, config.hidden_size, dtype=dtype, device=device)
-        """[B, 1, hidden]: the target's hidden state, after the final norm, at the newest accepted token of each row.
-        The engine updates it only for drafters that read it."""
+        """[B, 1, hidden]: the target's last hidden state at the newest accepted token, for drafters that read it."""
         self.rows = torch.arange(batch, device=device)[:, None]
         """LongTensor [B, 1]: row numbers, to index with slots [B, N]."""
         self.faults = torch.zeros(batch, dtype=torch.long, device=device)
@@ -169,11 +164,8 @@ class SlotWriter(Cache):
 
 
 class DraftCache:
-    """The draft's own keys and values [B, K, W + N, D]: a ring buffer of W accepted tokens, then the N nodes of a tree.
-
-    Its size does not depend on the context. The token at position p is in slot p % W, for the W positions before the
-    root.
-    """
+    """The draft's own keys and values [B, K, W + N, D]: a ring buffer of the W tokens before the root, the token at
+    position p in slot p % W, then the N nodes of a tree."""
 
     def __init__(
         self, config: PreTrainedConfig, batch: int, window: int, nodes: int, dtype: torch.dtype, device: torch.device

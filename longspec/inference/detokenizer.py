@@ -16,11 +16,8 @@ def printable(text: str) -> str:
 
 
 class Detokenizer:
-    """Turns a row's tokens into pieces of text. Together the pieces are the text of all tokens.
-
-    A piece is held back while its last character is incomplete. Only the tokens of the last two pieces are decoded
-    again, because a tokenizer may drop the space in front of the first token that it decodes.
-    """
+    """Turns a row's tokens into pieces of text, each held back while its last character is incomplete. The tokens of
+    the last two pieces are decoded again, because a tokenizer may drop the space in front of the first token."""
 
     def __init__(self, tokenizer: Any) -> None:
         # The tokenizer that transformers wraps decodes the same text in a sixth of the time.
@@ -32,21 +29,23 @@ class Detokenizer:
         self._emitted = 0
         """Number of `_tokens` that belong to the last piece."""
 
+    def _pending(self) -> str:
+        """The text of the tokens after the last piece."""
+        before = self._decode(self._tokens[: self._emitted])
+        return self._decode(self._tokens)[len(before) :]
+
     def add(self, token: int) -> str:
         """The text that the token completes; empty for special tokens and parts of characters."""
         self._tokens.append(token)
-        before = self._decode(self._tokens[: self._emitted])
-        text = self._decode(self._tokens)
-        if len(text) <= len(before) or text.endswith(REPLACEMENT):
+        text = self._pending()
+        if text.endswith(REPLACEMENT) or not text:
             return ""
         self._tokens = self._tokens[self._emitted :]
         self._emitted = len(self._tokens)
-        return text[len(before) :]
+        return text
 
     def end(self) -> str:
         """The text that was held back: the bytes of an incomplete character."""
-        before = self._decode(self._tokens[: self._emitted])
-        text = self._decode(self._tokens)
-        self._tokens = []
-        self._emitted = 0
-        return text[len(before) :]
+        text = self._pending()
+        self._tokens, self._emitted = [], 0
+        return text

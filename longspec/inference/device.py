@@ -17,9 +17,9 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """The CPU or a CUDA device; None is CUDA if there is one. Raises UserError for any other device."""
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device: {device!r} is not a device; use cpu, cuda or cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
+    except (RuntimeError, TypeError):
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise UserError(f"device: {device!r} is not supported; use cpu, cuda or cuda:N")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device: {device}; this machine has {torch.cuda.device_count()} CUDA devices")

@@ -1,8 +1,4 @@
-"""Batches that are kept between calls: caches, draft state, rotary tables and captured rounds.
-
-A call borrows a batch of its kind, or builds one. Idle batches own no weights, and go with the model that they were
-built for.
-"""
+"""Batches that are kept between calls, with captured rounds. Idle ones own no weights, and go with their model."""
 
 from collections.abc import Callable, Hashable
 from threading import Lock
@@ -46,6 +42,10 @@ class Pooled(NamedTuple):
     """Whether its rounds run over all rows."""
 
 
+NOT_POOLED = Pooled(None, 0, 0, False)
+"""Of a batch that later calls do not reuse."""
+
+
 def batch_kind(kernels: KernelKey, runner: Runner) -> Hashable:
     """The kernels of a batch's rounds, and what their captures hold: the weights, and the memory of a stream."""
     device = runner.device
@@ -56,9 +56,8 @@ def batch_kind(kernels: KernelKey, runner: Runner) -> Hashable:
 
 
 def rounded_room(positions: int, max_positions: int) -> int:
-    """`positions` rounded up to one of few sizes, at most to `max_positions`. Up to MOST_SIZE_CLASSES steps the size of
-    the cache decides which kernels run, so a batch only serves calls of its own size. Beyond that a batch serves all
-    smaller calls."""
+    """`positions` rounded up to one of few sizes, at most to `max_positions`: up to MOST_SIZE_CLASSES steps the size of
+    the cache decides which kernels run, so a batch only serves calls of its own size."""
     step = CAPACITY_STEP
     if positions <= CAPACITY_STEP * MOST_SIZE_CLASSES:
         step = max(step, (1 << (positions - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
@@ -66,41 +65,37 @@ def rounded_room(positions: int, max_positions: int) -> int:
 
 
 def borrow(kind: Hashable, room: int, runner: Runner) -> "Batch | None":
-    """An idle batch of this kind with room for `room` positions per row; None if there is none. `give_back` makes it
-    idle again. Another thread gets another batch. An idle batch without enough room is freed. runner: a runner of this
-    call, whose weights an idle batch takes over."""
+    """An idle batch of this kind with room for `room` positions per row, until `give_back`; None if there is none. One
+    without enough room is freed. runner: a runner of this call, whose weights the batch takes over."""
     with _lock:
         batches = _idle.get(runner.model, [])
-        for number in reversed(range(len(batches))):
-            if (pooled := batches[number].pooled) is not None and pooled.kind == kind:
-                batch = batches.pop(number)
-                break
-        else:
+        batch = next((batch for batch in reversed(batches) if batch.pooled.kind == kind), None)
+        if batch is None:
             return None
-    if pooled.room < room:
+        batches.remove(batch)
+    if batch.pooled.room < room:
         return None
     batch.runner.take_weights(runner)
     return batch
 
 
 def give_back(batch: "Batch") -> None:
-    """Make a batch idle, whose requests have all ended and whose caches are finite. Idle batches that were unused for
-    the longest time are freed if there are too many or too large ones."""
+    """Make a batch idle, whose requests have all ended and whose caches are finite. If there are too many or too large
+    ones, those that were unused for the longest time are freed."""
     model, device = batch.runner.model, batch.device
     batch.runner.drop_weights()
     with _lock:
         batches = _idle.setdefault(model, [])
         batches.append(batch)
-        held = sum(_bytes(other) for other in batches)
+        held = sum(other.pooled.bytes for other in batches)
         # Ranks that share a target keep the same batches, because building one runs collectives.
         limit = IDLE_SHARE * (least_over_ranks(free_bytes(device), device) + held)
         while batches and (len(batches) > MOST_IDLE or held > limit):
-            held -= _bytes(batches.pop(0))
+            held -= batches.pop(0).pooled.bytes
 
 
 def with_released_memory(model: GlideMixin, call: Callable[[], T]) -> T:
-    """`call()`; if memory runs out, the idle batches of the model are freed for a second attempt. There is none if
-    several ranks share the target, because the others do not repeat the call."""
+    """`call()`; if memory runs out, idle batches are freed for a second attempt, which other ranks could not repeat."""
     try:
         return call()
     except torch.OutOfMemoryError:
@@ -126,7 +121,3 @@ def release_all() -> None:
         models = list(_idle)
     for model in models:
         release(model)
-
-
-def _bytes(batch: "Batch") -> int:
-    return 0 if batch.pooled is None else batch.pooled.bytes

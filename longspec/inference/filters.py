@@ -1,8 +1,5 @@
-"""The filters of transformers' `generate` with values per row: they give -inf to the tokens that they leave out.
-
-Logits are fp32 or wider [B, ..., V], or with fewer columns; values are [B, ..., 1] with 1 in every dimension but the
-first. NaN and infinity stay in place, and at least one token stays. Each filter sees the result of those before it.
-"""
+"""transformers' filters with values per row: they give -inf to the tokens that they leave out; one stays, as do NaN and
+infinity. Logits are fp32 or wider [B, ..., V]; values are [B, ..., 1] with 1 in every dimension but the first."""
 
 from collections.abc import Mapping
 
@@ -11,8 +8,7 @@ from torch import Tensor
 
 
 def keep_likely(logits: Tensor, values: Mapping[str, Tensor], largest_k: int) -> Tensor:
-    """Logits after the filters in `values`, by their names in the order of `request.FILTERS`. largest_k: see
-    `SamplingKind.largest_k`."""
+    """Logits after the filters in `values`, by name. largest_k: see `SamplingKind.largest_k`."""
     if "top_p" in values:
         no_top_k = torch.full_like(values["top_p"], logits.shape[-1], dtype=torch.long)
         logits = truncate(logits, values.get("top_k", no_top_k), values["top_p"])

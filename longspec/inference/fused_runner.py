@@ -1,7 +1,4 @@
-"""The forward passes of decoding on fused layers (see `models.fused`). On CUDA, graphs can capture them.
-
-`make_runner` chooses between them and transformers' own modules.
-"""
+"""The forward passes of decoding on fused layers, which CUDA graphs can capture, and the choice of a runner."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -121,29 +118,20 @@ class FusedRunner(Runner):
         self.draft_layer.store_keys_values(stream, store)
 
 
-NOT_CAPTURED = "no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel"
-
-
 def make_runner(model: GlideMixin, attention: str, compiled: bool) -> Runner:
-    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one. A plain runner
-    on a CUDA device despite `compiled` logs the reason, once. Raises UserError for deterministic decoding without a
-    fused runner."""
-    backend = model_backend(model, attention)
-    device = model.lm_head.weight.device
-    if attention == DETERMINISTIC:
-        if not compiled or not can_fuse(model):
-            raise UserError(f"{DETERMINISTIC}: needs compile=True, and layers without adapters, hooks or quantization")
-        if model_parallel_rank_and_size()[1] > 1:
-            raise UserError(f"{DETERMINISTIC}: not with a target that several ranks share")
-    if not compiled:
-        return Runner(model, backend)
-    if device.type == "cuda" and not (backend.capturable and backend.attention.capturable):
-        # On such a GPU the choice of the backend has logged the reason already.
-        if plain_gpu(device) is None:
-            warn_once(NOT_CAPTURED, f"{backend.attention.name} attention")
-        return Runner(model, backend)
-    if not can_fuse(model):
-        if device.type == "cuda":
-            warn_once(NOT_CAPTURED, f"{type(model).__name__} with these layers")
-        return Runner(model, backend)
-    return FusedRunner(model, backend)
+    """A fused runner if `compiled` is set and device, attention and layers allow it, else a plain one, with one warning
+    on a CUDA device. Raises UserError for deterministic decoding without a fused runner."""
+    backend, device = model_backend(model, attention), model.lm_head.weight.device
+    fuses = compiled and can_fuse(model)
+    if attention == DETERMINISTIC and not fuses:
+        raise UserError(f"{DETERMINISTIC}: needs compile=True, and layers without adapters, hooks or quantization")
+    if attention == DETERMINISTIC and model_parallel_rank_and_size()[1] > 1:
+        raise UserError(f"{DETERMINISTIC}: not with a target that several ranks share")
+    captures = device.type != "cuda" or (backend.capturable and backend.attention.capturable)
+    if fuses and captures:
+        return FusedRunner(model, backend)
+    # On a GPU that runs plain torch the choice of the backend has logged the reason already.
+    if compiled and device.type == "cuda" and plain_gpu(device) is None:
+        reason = f"{type(model).__name__} with these layers" if captures else f"{backend.attention.name} attention"
+        warn_once("no CUDA graphs: %s cannot be captured; decoding runs kernel by kernel", reason)
+    return Runner(model, backend)

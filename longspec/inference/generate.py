@@ -1,8 +1,10 @@
 """`generate`: continues prompts; its arguments are named as in transformers' `generate`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from inspect import signature
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,14 +16,41 @@ from longspec.inference import arguments
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.requests import Request, Tokens
 from longspec.inference.methods import AUTO, DEFAULT_SHAPE, Drafting
-from longspec.inference.options import FILE_OPTIONS, REFUSED, STOPPING, filter_values, refuse_options, report_ignored
+from longspec.inference.options import check_arguments, sampling_settings
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import Streamer, ends_streamer
-from longspec.inference.token_options import merged_settings
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Streamer(Protocol):
+    """transformers' streamer interface, with an optional third method. If a streamer has `put_from(value: Tensor,
+    origin: Origin) -> None`, it receives the new tokens through it, and only the prompt through `put`."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def ends_streamer(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of a function with a parameter `streamer`: ends it once, also if the function raises. A reader in
+    another thread would otherwise wait for ever. One decorated function calls another by its `__wrapped__`."""
+    position = list(signature(function).parameters).index("streamer")
+
+    @wraps(function)
+    def ending(*args: P.args, **kwargs: P.kwargs) -> T:
+        streamer = kwargs.get("streamer", args[position] if len(args) > position else None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if callable(end := getattr(streamer, "end", None)):
+                end()
+
+    return ending
 
 
 @dataclass
@@ -64,44 +93,34 @@ def generate(
 ) -> GenerationOutput:
     """Continue prompts losslessly: greedy at temperature 0, else samples of the target's own distribution.
 
-    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; without a mask all tokens are
-    real. input_ids may also be a tokenizer's output, or a list of token ids per row.
+    input_ids, attention_mask: LongTensor [B, P], padded left or right as the mask says; or a tokenizer's output, or a
+    list of token ids per row.
     method: vanilla, seq, tree, magicdec, lookup (prompt lookup) or auto; None is tree if tree_shape, tree_nodes or
-    lookup_branches is given, else auto. seq, magicdec and lookup draft chains of
-    gamma tokens, tree drafts trees of tree_shape. seq and tree need a trained draft unless allow_untrained_draft is
-    set. auto chooses between vanilla, lookup and the best nodes of a tree of some or all levels (6 or 12 nodes on a
-    CPU, 16, 32 or 64 on a GPU) before each round, from the acceptances so far and the times of rounds, which it
-    measures once per device (see `adaptive`); without a trained draft it does without trees. Its trees have lookup
-    branches and at most tree_nodes nodes, and its lookup chains are of 4 and 15 tokens, or of gamma if that is not 4.
-    tree_shape: number of nodes in each level, None for 4 16 16 16 16; auto takes no more than the vocabulary has.
-    eos_token_id, pad_token_id: None takes the model's own. seed: 0 ... 2^64 - 1, for row 0; those of the other rows
-    follow from it (see `row_seed`). Or one seed per row. None draws one from torch's global generator. The tokens of a
-    row depend on its own seed and not on the other rows, except above temperature 0 with method "auto", whose choices
-    follow from all rows that start together.
-    streamer: receives the prompt [1, P] and then each new token [1] on the CPU, as in transformers, and the token's
-    origin if it has `put_from` (see `Streamer`). It is ended once, also if the call raises. Only for a single row.
-    tree_rule: applies above temperature 0. "reject" samples the tree from the draft without replacement and uses
-    recursive rejection; "descend" drafts the most probable tree and follows the target's own draws in it. Both are
-    exact; "reject" accepts more tokens.
+    lookup_branches is given, else auto. seq, magicdec and lookup draft chains of gamma tokens. seq and tree need a
+    trained draft unless allow_untrained_draft is set. auto chooses between vanilla, lookup and trees before each round,
+    from the acceptances so far and the times of rounds, which it measures once per device (see `adaptive`).
+    tree_shape: number of nodes in each level, None for 4 16 16 16 16.
+    tree_nodes: nodes of the tree to be verified, the root included: those with the most probable paths; None for all.
+    lookup_branches: continuations of earlier occurrences of the newest tokens join the tree.
+    tree_rule: above temperature 0, "reject" samples the tree from the draft and uses recursive rejection; "descend"
+    drafts the most probable tree and follows the target's own draws in it. Both are exact; "reject" accepts more
+    tokens.
+    eos_token_id, pad_token_id: None takes the model's own.
+    seed: 0 ... 2^64 - 1 for row 0, from which the others follow (see `row_seed`), or one per row; None draws one from
+    torch's global generator. The tokens of a row depend on its own seed and not on the other rows, except above
+    temperature 0 with method "auto", whose choices follow from all rows that start together.
+    streamer: as in transformers, for a single row; with the origin of each token if it has `put_from` (see `Streamer`).
+    It is ended once, also if the call raises.
     compile: use fused layers, and on CUDA one graph per round; otherwise transformers' modules run kernel by kernel.
     attention: "auto" or a backend (see `kernels.choice.choose_backend`).
-    deterministic: make each token depend, bit for bit, on the tokens before it alone, so that greedy answers are the
-    same for every method, batch and order of work in half precision, too. Needs an NVIDIA GPU, costs some speed, and
-    excludes `attention`.
-    stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed
-    in followed by its new tokens, and with scores None.
-    tree_nodes: the nodes of the drafted tree to be verified, the root included: those with the most probable paths;
-    None verifies the whole tree. lookup_branches: let continuations of earlier occurrences of the newest tokens join
-    the tree; tree_nodes then selects among both.
-    batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt, and prompts are read
-    between rounds, in which common prefixes are read once. None decodes all rows in one batch. `ttft_s` is then the
-    time of all prefills.
-    options: transformers' min_p, typical_p and epsilon_cutoff, applied above temperature 0; its repetition_penalty,
-    no_repeat_ngram_size, bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, min_new_tokens and
-    min_length, which counts the prompt without its padding, and OpenAI's presence_penalty, frequency_penalty and
-    logit_bias, a mapping of token ids to -100 ... 100, applied at every temperature (see `penalties`). They default to
-    the model's generation config; None is neutral. Every other option that changes the distribution is refused by name;
-    in the generation config it is ignored with a warning (see `options`).
+    deterministic: make each token depend, bit for bit, on the tokens before it alone, in half precision, too. Needs an
+    NVIDIA GPU, costs some speed, and excludes `attention`.
+    stopping_criteria: each is called after every new token with the ids [1, length] of one row, its prompt as passed in
+    followed by its new tokens, and with scores None.
+    batch_size: rows that are decoded at the same time; a row that ends goes to the next prompt. None decodes all rows
+    in one batch. `ttft_s` is then the time of all prefills.
+    options: filters and penalties of transformers and OpenAI, by default those of the model's generation config (see
+    `options` and docs/your-model.md). Every other option that changes the distribution is refused by name.
     Raises UserError (a ValueError) for settings that cannot work, and for logits that are NaN or infinite.
     """
     # All checks come before long work.
@@ -115,13 +134,8 @@ def generate(
     shape = DEFAULT_SHAPE if tree_shape is None else tree_shape
     drafting = Drafting(method, shape, gamma, tree_rule, tree_nodes, lookup_branches)
     drafting = arguments.checked_drafting(model, drafting, allow_untrained_draft)
-    # Some tokenizers return token_type_ids.
-    for name in options.keys() - {*REFUSED, *STOPPING, *FILE_OPTIONS, "token_type_ids"}:
-        raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
-    refuse_options(options, (*REFUSED, *STOPPING))
-    report_ignored(model.generation_config, model.config.name_or_path, (*FILE_OPTIONS, *options))
-    input_ids, attention_mask = arguments.prompt_batch(input_ids, attention_mask)
-    rows = arguments.prompt_rows(input_ids, attention_mask)
+    check_arguments(options, model.generation_config, model.config.name_or_path)
+    given, rows = arguments.prompt_rows(input_ids, attention_mask)
     arguments.check_streamer(streamer, len(rows))
     arguments.check_stopping(stopping_criteria)
     eos_ids = arguments.end_tokens(model, eos_token_id)
@@ -139,10 +153,10 @@ def generate(
         arguments.check_request(request, model.config, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
-    prompts = input_ids.to(device) if stopping_criteria else input_ids
+    prompts = [row.to(device) for row in given] if stopping_criteria else given
     put_from = getattr(streamer, "put_from", None)
     if streamer is not None:
-        streamer.put(input_ids.cpu())
+        streamer.put(given[0][None].cpu())
     reads_each = streamer is not None or bool(stopping_criteria)
 
     def take(number: int, event: Tokens) -> int | None:
@@ -157,7 +171,7 @@ def generate(
                 streamer.put(torch.tensor([token]))
             if stopping_criteria:
                 # They see the padded prompt, as in transformers' own `generate`.
-                ids = torch.cat([prompts[number], prompts.new_tensor(answers[number])])[None]
+                ids = torch.cat([prompts[number], torch.tensor(answers[number], device=device)])[None]
                 if any(bool(torch.as_tensor(ends(ids, None)).all()) for ends in stopping_criteria):  # type: ignore[arg-type]
                     return count
         return None
@@ -182,10 +196,9 @@ def make_requests(
     top_k: int,
 ) -> list[Request]:
     """A request for each prompt, with a seed of its own. options: as for `generate`. Raises UserError."""
-    config, vocab, stops = model.generation_config, model.config.vocab_size, frozenset(eos_ids)
-    filters, requests = filter_values(options, config), []
+    config, vocab, requests = model.generation_config, model.config.vocab_size, []
     for prompt, seed in zip(prompts, seeds, strict=True):
-        penalties = merged_settings(options, config, eos_ids, vocab, len(prompt))
-        sampling = Sampling(temperature, top_p, top_k, seed, **filters, **penalties)
-        requests.append(Request(prompt, max_new_tokens, sampling, stops))
+        settings = sampling_settings(options, config, eos_ids, vocab, len(prompt))
+        sampling = Sampling(temperature, top_p, top_k, seed, **settings)
+        requests.append(Request(prompt, max_new_tokens, sampling, frozenset(eos_ids)))
     return requests

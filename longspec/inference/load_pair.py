@@ -47,8 +47,7 @@ def load_pair(
 
 
 def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pair, PreTrainedConfig, Any]:
-    """The pair with the tokens that end its answers, the target's configuration and its tokenizer. Raises UserError for
-    what would fail once the weights are read."""
+    """The pair with its stop tokens, the target's configuration and its tokenizer. Raises UserError for misfits."""
     config = read_config(pair.target)
     family_class(config, pair.target)
     ranks = model_parallel_rank_and_size()[1]
@@ -65,9 +64,8 @@ def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pa
 
 
 def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch.device) -> GlideMixin:
-    """A pair in evaluation mode on its device, or this rank's part of it if ranks share the target. target, draft:
-    folders or hub ids; None is the draft that was saved with the target, else a fresh one, the same on all ranks. Rank
-    0's call makes the others load their parts. Raises UserError."""
+    """A pair in evaluation mode on its device, on each rank its part. target, draft: folders or hub ids; None is the
+    draft that was saved with the target, else a fresh one, the same on all ranks. Raises UserError."""
     repeat_load(load_model, dict(locals()))
 
     def load() -> GlideMixin:

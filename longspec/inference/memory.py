@@ -14,53 +14,31 @@ SHARE = 0.9
 """Share of the free memory that the default budget takes."""
 ROUND_BYTES = 64
 """Bytes per node and token of the vocabulary in a round: logits, probabilities, noise, and what sorting them takes."""
-LOGIT_BYTES = 4
-"""Size of a logit during verification."""
-ACTIVATION_SHARE = 0.1
-"""Share of the memory that the recommended batch size leaves to activations."""
 
 
 def check_memory(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    rows: int,
-    tokens: int,
-    nodes: int,
-    listed: int | None,
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, tokens: int, nodes: int, listed: int | None
 ) -> None:
-    """Raise UserError if the target with the KV cache and logits of a batch exceeds the free memory. rows: size of the
-    largest batch. tokens: length of the longest prompt with its answer. nodes: verified per pass. listed: length of the
-    draft's vocabulary list; None without one."""
-    # A lower bound: activations and the draft's layer come on top.
-    weights = weight_bytes(config, dtype)
-    head = head_bytes(config, dtype, listed, rows)
-    row = row_bytes(config, dtype, tokens, nodes)
-    free = free_bytes(device)
-    needed = weights + head + rows * row
-    if needed <= free:
-        return
-    draft = f", the draft's head ({_gib(head)})" if head else ""
-    problem = (
-        f"the target ({_gib(weights)}){draft} and {rows} rows of {tokens} tokens and {nodes} tree nodes "
-        f"({_gib(row)} each) need {_gib(needed)}, {device} has {_gib(free)} free"
-    )
-    if weights + head + row > free:
-        raise UserError(f"{problem}; use fewer tokens (--max_gen_len), a smaller tree or --gamma, or a larger device")
-    fitting = max(1, int((free * (1 - ACTIVATION_SHARE) - weights - head) / row))
-    raise UserError(f"--batch_size: {problem}; use --batch_size {fitting} or less")
+    """Raise UserError if the target with the KV cache and logits of one row, of `tokens` tokens and `nodes` nodes per
+    pass, exceeds the free memory. listed: length of the draft's vocabulary list or None. A lower bound."""
+    row = row_bytes(config, dtype, tokens, nodes) + head_bytes(config, dtype, listed, 1)
+    needed, free = weight_bytes(config, dtype) + row, free_bytes(device)
+    if needed > free:
+        raise UserError(
+            f"the target and a row of {tokens} tokens and {nodes} tree nodes need {needed / 2**30:.3g} GiB, {device} "
+            f"has {free / 2**30:.3g} GiB free; use fewer tokens (--max_gen_len), a smaller tree or a larger device"
+        )
 
 
 def row_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int, nodes: int) -> int:
     """Size of the KV cache and of the logits of one verification pass, per row."""
-    # Keys and values of all layers per slot, and one fp32 logit per node and token of the vocabulary.
-    return slots_for(tokens, -1, nodes) * slot_bytes(config, dtype) + nodes * config.vocab_size * LOGIT_BYTES
+    logits = nodes * config.vocab_size * torch.float32.itemsize
+    return slots_for(tokens, -1, nodes) * slot_bytes(config, dtype) + logits
 
 
 def row_capacity(memory: int, fixed: int, rows: int, most: int, row: int, slot: int) -> int:
-    """Cache slots per row: `most`, or fewer if the rows would exceed the memory. Raises UserError below one step of
-    the cache's size. In bytes: memory; fixed, of it, whatever the rows; row and slot, what each of them takes.
-    """
+    """Cache slots per row: `most`, or fewer if the rows, of `row` and per slot `slot` bytes, would exceed the `memory`
+    without its `fixed` part. Raises UserError below one step of the cache's size."""
     slots = ((memory - fixed) // rows - row) // slot
     slots -= slots % CAPACITY_STEP
     if slots < CAPACITY_STEP:
@@ -89,12 +67,6 @@ def chunk_bytes(config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> in
     return 2 * tokens * (stream + attention + mlp) * dtype.itemsize
 
 
-def longest_request(config: PreTrainedConfig, capacity: int, depth: int, nodes: int) -> int:
-    """Tokens of prompt and answer together that fit into a row of `capacity` slots (see `slots_for`) and the target's
-    positions."""
-    return min(position_limit(config), capacity - depth - 1 - nodes)
-
-
 def slot_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Size of the keys and values of one token in all layers."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * dtype.itemsize
@@ -107,7 +79,3 @@ def weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     return sum(weight.numel() for weight in target.parameters()) * dtype.itemsize
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"

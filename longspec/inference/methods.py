@@ -45,9 +45,8 @@ _own: dict[str, MakeDrafter] = {}
 
 
 def register_method(name: str, make: MakeDrafter) -> None:
-    """Make a drafting method available as `method=NAME` of `longspec.generate` in this process. make: called with the
-    model's runner, the number of rows and the argument `gamma`; returns a `Drafter`. The output is that of the target
-    whatever the drafter proposes. Raises UserError for a name that exists."""
+    """Make a drafting method available as `method=NAME` in this process. make: called with the model's runner, the
+    number of rows and `gamma`; returns a `Drafter`. Raises UserError for a name that exists."""
     if name in (*method_names(), AUTO):
         raise UserError(f"register_method: there is a method {name!r}; choose another name")
     _own[name] = make
@@ -58,16 +57,23 @@ def method_names() -> tuple[str, ...]:
     return (*METHODS, *_own)
 
 
-def make_drafter(drafting: Drafting, runner: "Runner", batch: int, sampler: "Sampler") -> "Drafter":
-    """The drafter of one of `method_names()` for `batch` rows. sampler: the draft's."""
+def make_drafter(
+    drafting: Drafting, runner: "Runner", batch: int, sampler: "Sampler", is_served: bool = False
+) -> "Drafter":
+    """The drafter of a method for `batch` rows. sampler: the draft's. is_served: whether "auto" is to have few plans,
+    because their rounds exist for several batch sizes and ways to sample."""
     if drafting.method in _own:
         return _own[drafting.method](runner, batch, drafting.gamma)
+    from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
     from longspec.inference.drafting.chain import ChainDrafter, NoDraft
     from longspec.inference.drafting.decoders import new_decoder
     from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
     from longspec.inference.drafting.magicdec import SparseTarget
     from longspec.inference.drafting.tree import TreeDrafter
 
+    if drafting.method == AUTO:
+        plans = plans_for(drafting, runner.device.type == "cpu", batch, is_served)
+        return PlanDrafters(runner, batch, sampler, plans, drafting)
     gamma, sampler = drafting.gamma, sampler.on(runner.backend)
     if drafting.method == "tree":
         # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.

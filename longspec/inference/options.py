@@ -1,12 +1,7 @@
 """Options of transformers' `generate`: those that decoding applies, those without effect, and those it cannot apply.
-
-Filters and penalties are applied to the target's logits at every node, so every acceptance rule stays exact. Options of
-other decoding algorithms are refused by name if the caller sets them. If only the target's generation config does, they
-are ignored, and a warning names them.
-"""
+The latter are refused by name if the caller sets them; in the target's generation config, a warning names them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
-from numbers import Real
 from textwrap import shorten
 from typing import Any
 
@@ -14,7 +9,7 @@ from transformers import GenerationConfig
 
 from longspec.errors import UserError, warn_once
 from longspec.inference.request import FILTERS
-from longspec.inference.token_options import TOKEN_OPTIONS
+from longspec.inference.token_options import TOKEN_OPTIONS, check_option, token_settings
 
 FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
 """The filters of `request.FILTERS` that are options."""
@@ -73,15 +68,23 @@ def refuse_options(arguments: Mapping[str, Any], names: Sequence[str] = REFUSED)
             raise UserError(f"{name}: {value!r} {reason}; leave it out or pass {name}={NEUTRAL.get(name)!r}")
 
 
+def check_arguments(arguments: Mapping[str, Any], config: GenerationConfig, target: str | None) -> None:
+    """Refuse options of `generate` that it does not apply, and report those of the target's generation config."""
+    # Some tokenizers return token_type_ids.
+    for name in arguments.keys() - {*WITHOUT_FILE, "token_type_ids"}:
+        raise UserError(f"{name}: not an argument of longspec.generate; model.generate takes those of transformers")
+    refuse_options(arguments, (*REFUSED, *STOPPING))
+    report_ignored(config, target, (*FILE_OPTIONS, *arguments))
+
+
 def report_ignored(
     config: GenerationConfig,
     target: str | None,
     applied: Collection[str] = FILE_OPTIONS,
     report: Callable[[str], object] | None = None,
 ) -> None:
-    """Say in one line which options of a target's generation config change its answers, but are ignored. applied:
-    options of FILE_OPTIONS and STOPPING that the caller does apply. report: called with the line; None logs it as a
-    warning, once per process."""
+    """Say in one line which options of a target's generation config change its answers, but are ignored. applied: those
+    that are not ignored. report: called with the line; None logs it as a warning, once per process."""
     names = (name for name in WITHOUT_FILE if name not in _SILENT and name not in applied)
     values = {name: getattr(config, name, None) for name in names}
     if ignored := {name: value for name, value in values.items() if not is_neutral(name, value)}:
@@ -92,23 +95,23 @@ def report_ignored(
         )
 
 
-def filter_values(arguments: Mapping[str, Any], config: GenerationConfig) -> dict[str, Any]:
-    """The values of FILTER_OPTIONS. Raises UserError for a value outside its range. arguments: override the model's
-    generation config."""
-    values = {}
-    for name in FILTER_OPTIONS:
-        value = arguments[name] if name in arguments else getattr(config, name, None)
-        values[name] = FILTERS[name] if value is None else value
-        check_filter(name if name in arguments else f"generation_config.{name}", values[name])
-    return values
-
-
-def check_filter(source: str, value: Any) -> None:
-    """Raise UserError for a value of one of FILTER_OPTIONS outside its range. source: its name, or where it is set."""
-    name = source.rpartition(".")[2]
-    if value == FILTERS[name]:
-        return
-    # typical_p and epsilon_cutoff exclude 1, at which no token would be left.
-    if not isinstance(value, Real) or not 0 < float(value) <= 1 or (value == 1 and name != "min_p"):
-        end = "at most 1" if name == "min_p" else "less than 1"
-        raise UserError(f"{source}: {value!r}; it must be greater than 0 and {end}")
+def sampling_settings(
+    arguments: Mapping[str, Any],
+    config: GenerationConfig,
+    stop_ids: Collection[int],
+    vocab: int,
+    prompt_length: int = 0,
+) -> dict[str, Any]:
+    """The fields of `Sampling` that follow from FILE_OPTIONS, of the arguments or else of a generation config. See
+    `token_settings`. Raises UserError, which says whether a value is the config's."""
+    values = {name: arguments[name] if name in arguments else getattr(config, name, None) for name in FILE_OPTIONS}
+    filters = {name: FILTERS[name] if values[name] is None else values[name] for name in FILTER_OPTIONS}
+    try:
+        for name, value in filters.items():
+            check_option(name, value)
+        return filters | token_settings(values, stop_ids, vocab, prompt_length)
+    except UserError as error:
+        name = str(error).partition(":")[0]
+        if name in arguments:
+            raise
+        raise UserError(f"generation_config.{error}; correct the file, or give {name} yourself") from error

@@ -90,8 +90,7 @@ class RowTerms(NamedTuple):
 
 
 def penalized(x: Tensor, seen: Tensor | None, counts: Tensor | None, factors: Tensor) -> Tensor:
-    """Logits x [B, ..., V] after the repetition, presence and frequency penalties. The shapes of seen and counts can be
-    expanded to that of x; factors: fp64 [B, 3]."""
+    """Logits x [B, ..., V] after penalties. seen and counts expand to the shape of x; factors: fp64 [B, 3]."""
     repetition, presence, frequency = (
         values.to(x.dtype).view(-1, *[1] * (x.dim() - 1)) for values in factors.unbind(1)
     )

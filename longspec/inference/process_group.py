@@ -1,9 +1,7 @@
 """One target on several processes: starting them, and the calls that all of them make.
 
-Rank 0 runs the command: it alone reads prompts, prints and writes files. The other ranks follow: they repeat rank 0's
-calls with their parts of the target, the one that loads it first. Rank 0 sends a call and makes its own without waiting
-for the others. All ranks compute every round; its tokens are compared within the round (see
-`TargetCache.compare_ranks`).
+Rank 0 runs the command: it alone reads prompts, prints and writes files. The others repeat its calls, each with its
+part of the target; rank 0 does not wait for them. Each round compares its tokens (see `TargetCache.compare_ranks`).
 """
 
 import gc
@@ -15,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,22 +34,6 @@ P = ParamSpec("P")
 
 MESSAGE_BYTES = 1024
 """Size of a message; the rest of a longer one follows in a second one."""
-MOST_SENT = 16
-"""Most messages that rank 0 is ahead of the other ranks."""
-
-
-class Call(NamedTuple):
-    """A message of rank 0 to the others."""
-
-    function: Callable[..., Any] | None
-    """The function to call; None if rank 0 has ended."""
-    arguments: Mapping[str, Any]
-    loads: bool = False
-    """Whether the function returns this rank's part of the pair, which is the first argument of later calls."""
-    failed: bool = False
-    """Whether rank 0 has ended with an error."""
-
-
 _leads = False
 """Whether other ranks repeat the calls of this process."""
 _sent: deque[tuple[dist.Work, Tensor]] = deque()
@@ -60,11 +42,9 @@ _sent: deque[tuple[dist.Work, Tensor]] = deque()
 
 @contextmanager
 def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterator[None]:
-    """Context of a command whose target is shared by the `tp_size` ranks of its launch. 1 changes nothing.
-
-    Only rank 0 enters the context. The other ranks follow it and exit when it leaves. A signal to any rank reaches
-    `stop` on rank 0; a rank that dies ends the others (see `ranks.peers`). device: as for `choose_device`, without an
-    index. Raises UserError, on one rank, for a launch that does not fit.
+    """Context of a command whose target is shared by the `tp_size` ranks of its launch; 1 changes nothing. Only rank 0
+    enters it; the others follow and exit when it leaves. A signal to any rank reaches `stop` on rank 0; a rank that
+    dies ends the others (see `ranks.peers`). Raises UserError, on one rank, for a launch that does not fit.
     """
     if tp_size < 1:
         raise UserError(f"--tp_size: {tp_size}; it must be at least 1")
@@ -86,7 +66,8 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
             if rank > 0:
                 _follow(stop)
             else:
-                yield from _lead()
+                with _leading():
+                    yield
         except RuntimeError as error:
             # The collectives of the others fail when a rank is gone.
             lost = watch.lost_rank()
@@ -146,27 +127,31 @@ def connect(device: torch.device) -> None:
 
 
 def disconnect() -> None:
-    """Leave the process group. The captured rounds of idle engines go first, because NCCL waits for the end of each
-    CUDA graph that contains its calls."""
+    """Leave the process group. Captured rounds go first: NCCL waits for the end of each graph that has its calls."""
     release_all()
     gc.collect()
     dist.destroy_process_group()
 
 
-def _lead() -> Iterator[None]:
-    """The part of rank 0. The other ranks end when the command ends."""
+@contextmanager
+def _leading() -> Iterator[None]:
+    """The part of rank 0. The other ranks end with the command: a message that is a number is their exit code."""
     global _leads
     _leads = True
     try:
         yield
     except UserError:
-        _send(Call(None, {}, failed=True))
-        _wait_for_others(0)
+        _end_others(2)
         raise
     finally:
         _leads = False
-    _send(Call(None, {}))
-    _wait_for_others(0)
+    _end_others(0)
+
+
+def _end_others(code: int) -> None:
+    _send(code)
+    while _sent:
+        _sent.popleft()[0].wait()
 
 
 def _follow(stop: StopSignals) -> None:
@@ -175,37 +160,33 @@ def _follow(stop: StopSignals) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model: Any = None
-    while (call := _receive()).function is not None:
+    while not isinstance(message := _receive(), int):
+        function, arguments = message
         # A signal ends the loading immediately, and other calls when rank 0 ends.
-        stop.at_once = call.loads
+        stop.at_once = function is not _repeat
         with suppress(UserError):  # rank 0 gets the same error
-            if call.loads:
-                model = call.function(**call.arguments)
+            if function is _repeat:
+                _repeat(model, **arguments)
             else:
-                call.function(model, **call.arguments)
-    if call.failed:
-        raise SystemExit(2)
+                model = function(**arguments)
+    if message:
+        raise SystemExit(message)
 
 
-def _send(call: Call) -> None:
-    """Send a call to the other ranks, without waiting for them."""
-    data = pickle.dumps(call)
+def _send(message: Any) -> None:
+    """Send a message to the other ranks, without waiting for them."""
+    while _sent and _sent[0][0].is_completed():
+        _sent.popleft()[0].wait()
+    data = pickle.dumps(message)
     data = len(data).to_bytes(8, "little") + data
     head, rest = data[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0"), data[MESSAGE_BYTES:]
     for part in filter(None, (bytearray(head), bytearray(rest))):
-        _wait_for_others(MOST_SENT)
-        message = torch.frombuffer(part, dtype=torch.uint8)
-        _sent.append((dist.broadcast(message, 0, waiting_group(), async_op=True), message))
+        sent = torch.frombuffer(part, dtype=torch.uint8)
+        _sent.append((dist.broadcast(sent, 0, waiting_group(), async_op=True), sent))
 
 
-def _wait_for_others(most: int) -> None:
-    """Wait until the other ranks have received all messages but `most`."""
-    while _sent and (len(_sent) > most or _sent[0][0].is_completed()):
-        _sent.popleft()[0].wait()
-
-
-def _receive() -> Call:
-    """The next call of rank 0."""
+def _receive() -> Any:
+    """The next message of rank 0."""
     data, missing, end = b"", MESSAGE_BYTES, 0
     while missing > 0:
         part = torch.empty(missing, dtype=torch.uint8)
@@ -213,7 +194,7 @@ def _receive() -> Call:
         data += part.numpy().tobytes()
         end = 8 + int.from_bytes(data[:8], "little")
         missing = end - len(data)
-    return cast(Call, pickle.loads(data[8:end]))  # of this command's own rank 0
+    return pickle.loads(data[8:end])  # of this command's own rank 0
 
 
 def same_on_all_ranks(compute: Callable[[], T]) -> T:
@@ -222,21 +203,20 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
 
 
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:
-    """`build(model, **arguments)`. The other ranks build one as well, and repeat all calls of its `repeated` methods.
-    `end_calls` ends this; there is one such object at a time."""
+    """`build(model, **arguments)`, on all ranks. The others repeat calls of its `repeated` methods until
+    `end_calls`."""
     if _leads:
-        _send(Call(_repeat, {"build": build, "arguments": arguments}))
+        _send((_repeat, {"build": build, "arguments": arguments}))
     return build(model, **arguments)
 
 
 def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A method that the ranks which share a target call alike. No such method calls another one. Arguments are on the
-    host and sent pickled; each rank keeps its own results."""
+    """A method that all ranks call alike, with arguments on the host. No such method calls another one."""
 
     @wraps(method)
     def call(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
         if _leads:
-            _send(Call(None, {"name": method.__name__, "arguments": arguments, "named": named}))
+            _send((method.__name__, arguments, named))
         return method(owner, *arguments, **named)
 
     return call
@@ -245,21 +225,22 @@ def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate
 def end_calls() -> None:
     """The other ranks end the repetition of `repeat_calls`."""
     if _leads:
-        _send(Call(None, {}))
+        _send(None)
 
 
 def _repeat(model: Any, build: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """The part of another rank in `repeat_calls`."""
     with torch.no_grad():
         built = build(model, **arguments)
-        while call := _receive().arguments:
-            getattr(built, call["name"])(*call["arguments"], **call["named"])
+        while (message := _receive()) is not None:
+            name, positional, named = message
+            getattr(built, name)(*positional, **named)
 
 
 def repeat_load(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Let the other ranks call `function`, which returns this rank's part of the pair. No effect without them."""
     if _leads:
-        _send(Call(function, arguments, loads=True))
+        _send((function, arguments))
 
 
 def on_every_rank(compute: Callable[[], T]) -> T:

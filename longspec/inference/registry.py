@@ -3,17 +3,14 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.pairs import PAIRS, PUBLISHED_PAIRS, Pair
-from longspec.models.draft_files import DRAFT_FOLDER, resolve_draft
+from longspec.models.draft_files import DRAFT_FOLDER
 from longspec.models.packaged_targets import QWEN_CODER, SMOLLM2
 from longspec.models.target_cache import SUFFIX, resolve_target
-from longspec.models.target_files import read_tokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DRAFTS = Path(__file__).resolve().parents[1] / "drafts"
 """Folder of the embedded drafts; in a clone, a link to the repository's `drafts`."""
 EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-1.5b-instruct"}
@@ -21,9 +18,8 @@ EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-
 
 
 def choose_pair(name: str | None, draft: str | None = None) -> Pair:
-    """A pair by its name, or by the hub id, folder or GGUF file of its target; None for the embedded pair. A draft that
-    is passed in replaces the pair's own. The target of the result is a folder or a hub id: GGUF files are converted
-    (see `resolve_target`). A published target named by its hub id is the published pair without its draft."""
+    """A pair by its name, or by the hub id, folder or GGUF file (which is converted) of its target; None for the
+    embedded pair. draft: replaces the pair's own; without it, a published target by its hub id has none."""
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
     if name is None or name in PAIRS:
@@ -47,21 +43,3 @@ def draft_in_use(pair: Pair, method: str, given: str | None) -> str | None:
     if method in GLIDE_METHODS and pair.draft is None:
         raise UserError(f"method: {method} needs a trained draft of {pair.target}; give its draft, or method lookup")
     return pair.draft if method in (*GLIDE_METHODS, AUTO) else given
-
-
-def check_draft_tokenizer(draft: str, target: str, tokenizer: Any) -> None:
-    """Raise UserError if the draft's folder has a tokenizer that assigns other tokens to ids than the target's."""
-    path = resolve_draft(draft)
-    folder = path if path.is_dir() else path.parent
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return
-    # The two vocabularies may have different sizes, but an id must mean the same token in both.
-    both = read_tokenizer(folder, "the tokenizer of the draft does not load"), tokenizer
-    own, targets = ({number: token for token, number in each.get_vocab().items()} for each in both)
-    differing = [number for number in own.keys() & targets.keys() if own[number] != targets[number]]
-    if differing:
-        first = min(differing)
-        raise UserError(
-            f"{draft}: its tokenizer is not the target's: {len(differing)} ids differ, such as {first}, "
-            f"{own[first]!r} there and {targets[first]!r} in {target}"
-        )

@@ -6,21 +6,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
-"""The settings that leave tokens out, in the order in which transformers applies them, with the value that keeps all
-tokens."""
-
-
+"""The settings that leave tokens out, in transformers' order, with the value that keeps all tokens."""
 SEED_STEP = 0x9E3779B97F4A7C15
 """Difference of the seeds of two neighboring rows: nearby seeds do not give rows in common."""
+ALWAYS = 2**31 - 1
+"""`Rule.until` of a rule without an end."""
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of a row of a batch, or of a prompt of a file, whose own seed is `seed`; row 0 has this seed itself."""
+    """The seed of a row of a batch, or of a prompt of a file, from that of row 0."""
     return (seed + row * SEED_STEP) % 2**64
-
-
-ALWAYS = 2**31 - 1
-"""`Rule.until` of a rule without an end."""
 
 
 class Rule(NamedTuple):
@@ -70,8 +65,7 @@ def _power_of_two(number: int) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution of one request; the meaning of each field is that of `longspec.generate`. Penalties, the n-gram
-    size and rules also apply at temperature 0."""
+    """The distribution of one request. Penalties, the n-gram size and rules also apply at temperature 0."""
 
     temperature: float = 0.0
     """0 is greedy."""
@@ -79,7 +73,7 @@ class Sampling:
     top_k: int = 0
     """0 keeps all tokens."""
     seed: int | None = None
-    """0 … 2^64 - 1; None draws a fresh seed."""
+    """None draws a fresh seed."""
     min_p: float = 0.0
     typical_p: float = 1.0
     epsilon_cutoff: float = 0.0

@@ -77,7 +77,7 @@ class PenaltyRows:
             self.history = self.history.new_zeros(len(self.history), capacity)
 
     def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling]) -> None:
-        """Set the penalties of some rows, without waiting for the device."""
+        """Set the penalties of some rows."""
         count, (most, width) = len(samplings), self.rule_contexts.shape[1:]
         tokens, ends = torch.zeros(2, count, most, dtype=torch.long)
         biases = torch.zeros(count, most)
@@ -114,8 +114,7 @@ FIELDS = ("seed", "top_k", "temperature", *(name for name in FILTERS if name != 
 
 @dataclass(eq=False)
 class RowSettings:
-    """Settings of B rows, in tensors that are changed in place. Greedy rows draft at temperature 1 and keep all
-    tokens."""
+    """Settings of B rows, in tensors that change in place. Greedy rows draft at temperature 1 and keep all tokens."""
 
     numbers: Tensor
     """int64 [FIELDS, B]: integers, and the bits of fractions in fp64."""
@@ -142,14 +141,12 @@ class RowSettings:
         return RowSettings(self.numbers[:, rows], self.greedy[rows], self.positions[rows], penalties)
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of FIELDS, [B]: int64 for the first two, fp64 for the others. A top_k above the size of the vocabulary
-        keeps all tokens. All 64 bits of a seed count."""
+        """One of FIELDS, [B]: int64 for the first two, fp64 for the others. A top_k can exceed the vocabulary."""
         index = FIELDS.index(name)
         return self.numbers[index] if index < 2 else self.numbers[index].view(torch.float64)
 
     def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling], seeds: Sequence[int]) -> None:
-        """Set the settings of some rows, without waiting for the device. seeds: 0 to 2^64 - 1; they replace those of
-        `samplings`."""
+        """Set the settings of some rows, without waiting for the device. seeds: replace those of `samplings`."""
         settings = [Sampling(temperature=1.0) if sampling.greedy else sampling for sampling in samplings]
         integers = [[seed - (seed >> 63 << 64) for seed in seeds], [s.top_k or 2**31 for s in settings]]
         fractions = [[getattr(sampling, name) for sampling in settings] for name in FIELDS[2:]]

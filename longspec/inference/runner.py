@@ -91,8 +91,7 @@ class Runner:
         states: LayerInputs | None = None,
     ) -> Tensor:
         """The target's hidden states [B, N, hidden] after the final norm. tokens, positions, slots: LongTensor [B, N].
-        Each layer stores its keys and values in `slots` of the cache and then calls `attend` on all slots. states:
-        collects inputs of layers."""
+        Each layer stores its keys and values in `slots` and then calls `attend` on all. states: see `LayerInputs`."""
         backbone: Any = self.model.model
         with (states or LayerInputs(())).recorded(backbone.layers):
             return run_backbone(backbone, tokens, positions, SlotWriter(cache, slots), attend)

@@ -1,12 +1,7 @@
-"""Sampling with settings per row: the distributions that generation follows, and random draws from them.
-
-The random numbers of a row depend on its seed and on the root's position alone, so a row with a seed gets the same
-tokens whichever rows run next to it.
-"""
+"""Sampling with settings per row. A row's random numbers depend on its seed and on the root's position alone."""
 
 from collections.abc import Sequence
 from copy import copy
-from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -56,19 +51,9 @@ def sampling_kind(samplings: Sequence[Sampling]) -> SamplingKind:
     return SamplingKind("mixed" if greedy else "sampled", names, largest_k, penalties)
 
 
-class Purpose(IntEnum):
-    """Separates the random numbers of a round by their use."""
-
-    DRAFT = 0
-    VERIFY = 1
-
-
 class Sampler:
     """The distribution of each row: its argmax at temperature 0, else the softmax over the tokens that filters keep.
-
-    Draft and target use the same settings. Where other rows are sampled, the target of a greedy row has its argmax with
-    probability 1, so a greedy row is exact under every rule of acceptance.
-    """
+    Next to sampled rows, a greedy row's argmax has probability 1, which is exact under every rule."""
 
     def __init__(self, kind: SamplingKind = GREEDY_KIND, settings: RowSettings | None = None) -> None:
         """settings: not needed for greedy rows without penalties."""
@@ -76,7 +61,8 @@ class Sampler:
         self.kind = kind
         self.greedy = kind.rows == "greedy"
         self._settings = settings
-        self.purpose = Purpose.VERIFY
+        self.drafts = False
+        """Whether it is the draft's. Separates the random numbers of a round by their use."""
 
     def on(self, backend: Backend) -> "Sampler":
         """The same sampler with the operations of a backend; plain torch's run anywhere."""
@@ -89,19 +75,16 @@ class Sampler:
         assert self._settings is not None, "only greedy rows without penalties have no settings"
         return self._settings
 
-    @property
-    def has_settings(self) -> bool:
-        return self._settings is not None
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for texts of this number of positions."""
+    def reserve(self, capacity: int) -> Tensor | None:
+        """Make room for texts of this number of positions. Returns the roots' positions; None without settings."""
         if self._texts is not None:
             self._texts.reserve(capacity)
+        return None if self._settings is None else self._settings.positions
 
     def drafting(self) -> "Sampler":
         """The sampler of the draft, with the same settings."""
         draft = copy(self)
-        draft.purpose = Purpose.DRAFT
+        draft.drafts = True
         return draft
 
     def after_prefill(self) -> "Sampler":
@@ -156,9 +139,8 @@ class Sampler:
         return None if self.greedy else self.settings["temperature"]
 
     def warped(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, ..., V] after the filters, and the temperature, [B], that is still to be applied to them. A
-        temperature alone is not applied here, because the kernels divide by it while they read the logits. Tokens that
-        are left out get -inf; NaN and infinity stay in place."""
+        """Logits [B, ..., V] after the filters (-inf where left out; NaN and infinity stay), and the temperature, [B],
+        which kernels still have to apply where there are no filters."""
         if not self.kind.filters:
             return logits, self.temperature
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -169,7 +151,7 @@ class Sampler:
     def probabilities(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
         """Probabilities [B, ..., V], fp32 or wider, of the distribution; logits [B, ..., V]."""
         warped, temperature = self.warped(logits)
-        if self.kind.rows == "mixed" and self.purpose != Purpose.DRAFT:
+        if self.kind.rows == "mixed" and not self.drafts:
             tokens = torch.arange(logits.shape[-1], device=logits.device)
             # NaN and infinity win the argmax, and stay in place.
             others = tokens != self.backend.argmax(logits)[..., None]
@@ -195,9 +177,8 @@ class Sampler:
         return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:])
 
     def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
-        """Independent exponential numbers of rate 1, fp64, with the shape of `like`, [B, ...]; `first` as in
-        `Backend.row_noise`. Constant in greedy rows: these draw the most probable token, and grow the same tree in
-        every run."""
+        """Independent exponential numbers of rate 1, fp64, like `like`, [B, ...]; `first` as in `Backend.row_noise`.
+        Constant in greedy rows, which thus draw the most probable token."""
         # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
         settings, stream = self.settings, self._stream(1, step)
         numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
@@ -215,12 +196,11 @@ class Sampler:
 
     def _stream(self, kind: int, step: int) -> int:
         """kind: 0 for uniform numbers, 1 for exponential ones."""
-        return (2 * self.purpose + kind) * MOST_DRAWS + step
+        return (2 * (not self.drafts) + kind) * MOST_DRAWS + step
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, greedy: bool) -> list[int]:
-    """The seed of each row: as given, or from one seed. None draws that one from torch's global generator, unless rows
-    are greedy."""
+    """The seed of each row. None draws one from torch's global generator, unless rows are greedy."""
     if isinstance(seed, Sequence):
         return list(seed)
     if seed is None:

@@ -11,7 +11,7 @@ SETUP = ("build_s", "warm_up_s", "capture_s", "measure_s")
 
 @dataclass
 class GenerationStats:
-    """Counts and times of a generation. A row counts while it is unfinished; prefill and its token are not included."""
+    """Counts and times of a generation, of unfinished rows, without prefill and its token."""
 
     rounds: int = 0
     """Number of verification passes, summed over rows."""
@@ -34,15 +34,13 @@ class GenerationStats:
     tree_nodes: int = 0
     """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
     build_s: float = 0.0
-    """Time to set up caches and layers before `ttft_s`, in seconds. Little for an engine that an earlier call built."""
+    """Time to set up caches and layers before `ttft_s`, in seconds; little if an earlier call did."""
     warm_up_s: float = 0.0
     """Time to compile the kernels of a round before `ttft_s`, in seconds; 0 if an earlier call did."""
     capture_s: float = 0.0
     """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
     measure_s: float = 0.0
     """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
-    row_ttft_s: list[float] = field(default_factory=list)
-    """Time of each row from the start of its own prefill to its first token, in seconds."""
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -67,6 +65,8 @@ def pool(batches: Sequence[GenerationStats]) -> GenerationStats:
     return GenerationStats(
         rounds_by_plan=dict(sum((Counter(stats.rounds_by_plan) for stats in batches), Counter())),
         accepted_by_depth=[sum(counts) for counts in by_depth],
+        tree_shape=next((stats.tree_shape for stats in batches), ()),
+        tree_nodes=max((stats.tree_nodes for stats in batches), default=0),
         peak_memory_bytes=max((stats.peak_memory_bytes for stats in batches), default=0),
         **{name: sum(getattr(stats, name) for stats in batches) for name in summed},
     )

@@ -1,8 +1,5 @@
-"""Options of an answer that depend on its earlier tokens or on single tokens: their checks, and the settings of
-`Sampling` that follow from them. Importing this module loads no library.
-
-Names are those of transformers' generation config where it has the option, else those of OpenAI's API.
-"""
+"""Options of an answer, named as in transformers or else OpenAI's API: ranges of numbers, and the settings of
+`Sampling` that follow from options about earlier or single tokens. Importing this module loads no library."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +30,15 @@ MOST_RULES = 1024
 """Most banned and biased tokens and words of an answer."""
 LONGEST_WORD = 17
 """Most tokens of a bad word."""
+_RANGES: dict[str, tuple[type, float, float]] = {
+    **{"max_new_tokens": (int, 1, ALWAYS), "min_new_tokens": (int, 0, ALWAYS), "min_length": (int, 0, ALWAYS)},
+    **{"top_k": (int, 0, 2**63 - 1), "no_repeat_ngram_size": (int, 0, MOST_NGRAM)},
+    **{name: (float, 0, 1) for name in ("top_p", "min_p", "typical_p", "epsilon_cutoff")},
+    "repetition_penalty": (float, *REPETITION_RANGE),
+    **{name: (float, *PENALTY_RANGE) for name in ("presence_penalty", "frequency_penalty")},
+}
+_LEFT_OUT = {"top_p": 0, "typical_p": 0, "epsilon_cutoff": 1}
+"""The end of a range at which no token would be left."""
 
 COMMAND_OPTIONS: dict[str, tuple[type, str]] = {
     "repetition_penalty": (float, "Weaken the tokens of prompt and answer by this factor; 1 does nothing."),
@@ -45,6 +51,31 @@ COMMAND_OPTIONS: dict[str, tuple[type, str]] = {
 }
 """The options of commands: the type of their text, and their help. `with_word_ids` replaces bad_words."""
 _JSON_TYPES = {"logit_bias": dict, "bad_words": list}
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_option(name: str, value: Any) -> None:
+    """Raise UserError for a number outside its range."""
+    kind, least, most = _RANGES[name]
+    is_number = is_integer(value) if kind is int else is_real(value)
+    if not is_number or not least <= value <= most or value == _LEFT_OUT.get(name):
+        valid = f"an integer from {least} to {most}" if kind is int else f"from {least:.4g} to {most:.4g}"
+        valid += f", but not {_LEFT_OUT[name]}" if name in _LEFT_OUT else ""
+        raise UserError(f"{name}: {value!r}; it must be {valid}")
+
+
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise UserError unless `value` is an integer from `least` to `most`."""
+    if not is_integer(value) or value < least or (most is not None and value > most):
+        valid = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise UserError(f"{name}: {value!r}; it must be {valid}")
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,40 +114,16 @@ def word_ids(words: Iterable[str], tokenizer: Any) -> list[list[int]]:
     return [list(ids) for ids in found]
 
 
-def token_values(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The value of each of TOKEN_OPTIONS: that of the arguments, else that of a generation config."""
-    values = {name: arguments[name] if name in arguments else getattr(config, name, None) for name in TOKEN_OPTIONS}
-    return {name: neutral if values[name] is None else values[name] for name, neutral in TOKEN_OPTIONS.items()}
-
-
-def merged_settings(
-    arguments: Mapping[str, Any], config: Any, stop_ids: Collection[int], vocab: int, prompt_length: int = 0
-) -> dict[str, Any]:
-    """`token_settings` of the values of `token_values`. Errors say whether a value is the generation config's."""
-    try:
-        return token_settings(token_values(arguments, config), stop_ids, vocab, prompt_length)
-    except UserError as error:
-        name = str(error).partition(":")[0]
-        if name in arguments:
-            raise
-        raise UserError(f"generation_config.{error}; correct the file, or give {name} yourself") from error
-
-
 def token_settings(
     values: Mapping[str, Any], stop_ids: Collection[int], vocab: int, prompt_length: int = 0
 ) -> dict[str, Any]:
-    """The fields of `Sampling` that follow from TOKEN_OPTIONS.
-
-    stop_ids: the tokens that end an answer, which min_new_tokens and min_length delay. Bad words do not ban them, as in
-    transformers. vocab: size of the vocabulary. prompt_length: tokens of the prompt, which min_length counts. Raises
-    UserError for a value of a wrong type or outside its range.
-    """
-    values = {name: values.get(name, neutral) for name, neutral in TOKEN_OPTIONS.items()}
-    numbers = {name: values[name] for name in NUMBERS}
-    _check_numbers(numbers)
-    for name in ("min_new_tokens", "min_length"):
-        if not is_integer(values[name]) or not 0 <= values[name] <= ALWAYS:
-            raise UserError(f"{name}: {values[name]!r}; it must be an integer of at least 0")
+    """The fields of `Sampling` that follow from the TOKEN_OPTIONS among `values`; None is neutral. stop_ids: the tokens
+    that end an answer, which min_new_tokens and min_length delay; bad words do not ban them, as in transformers.
+    prompt_length: tokens that min_length counts, too. Raises UserError for a wrong value."""
+    given = {name: values.get(name) for name in TOKEN_OPTIONS}
+    values = {name: TOKEN_OPTIONS[name] if value is None else value for name, value in given.items()}
+    for name in (*NUMBERS, "min_new_tokens", "min_length"):
+        check_option(name, values[name])
     least = values["min_new_tokens"] or max(0, values["min_length"] - prompt_length)
 
     def check(name: str, token: Any) -> int:
@@ -145,19 +152,7 @@ def token_settings(
             rules.append(Rule(ids[-1], -inf, tuple(ids[:-1])))
     if len(rules) > MOST_RULES:
         raise UserError(f"logit_bias: {len(rules)} biases and bans in all; there may be {MOST_RULES}")
-    return numbers | {"rules": tuple(rules)}
-
-
-def _check_numbers(values: Mapping[str, Any]) -> None:
-    repetition, size = values["repetition_penalty"], values["no_repeat_ngram_size"]
-    if not is_real(repetition) or not REPETITION_RANGE[0] <= repetition <= REPETITION_RANGE[1]:
-        raise UserError(f"repetition_penalty: {repetition!r}; it must be from 0.01 to 100")
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = values[name]
-        if not is_real(value) or not PENALTY_RANGE[0] <= value <= PENALTY_RANGE[1]:
-            raise UserError(f"{name}: {value!r}; it must be from -2 to 2")
-    if not is_integer(size) or not 0 <= size <= MOST_NGRAM:
-        raise UserError(f"no_repeat_ngram_size: {size!r}; it must be an integer from 0 to {MOST_NGRAM}")
+    return {name: values[name] for name in NUMBERS} | {"rules": tuple(rules)}
 
 
 def _biases(value: Any) -> Iterator[tuple[Any, float]]:
@@ -188,11 +183,3 @@ def _list(name: str, values: Mapping[str, Any]) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"{name}: {value!r}; give a list")
     return value
-
-
-def is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,8 +1,5 @@
-"""`model.generate`: speculative decoding with the arguments and results of transformers' `generate`.
-
-transformers merges the generation configs, prepares prompts, masks and lengths, and then calls `decode` instead of
-its own decoding loop.
-"""
+"""`model.generate`: speculative decoding with the arguments and results of transformers' `generate`, which prepares
+prompts, masks and lengths, and then calls `_decode` instead of its own decoding loop."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -16,20 +13,11 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxTimeCriteria,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from longspec.errors import UserError
+from longspec.inference import options
 from longspec.inference.arguments import check_stopping, check_token_ids
-from longspec.inference.generate import generate
-from longspec.inference.options import (
-    CACHES,
-    FILE_OPTIONS,
-    FILTER_OPTIONS,
-    REFUSED,
-    STOPPING,
-    refuse_options,
-    report_ignored,
-)
+from longspec.inference.generate import Streamer, ends_streamer, generate
 from longspec.inference.stats import GenerationStats
-from longspec.inference.streaming import Streamer, ends_streamer
-from longspec.inference.token_options import TOKEN_OPTIONS, merged_settings, token_values
+from longspec.inference.token_options import TOKEN_OPTIONS
 from longspec.models.glide import GlideMixin
 from longspec.models.target_files import check_special_tokens
 
@@ -43,7 +31,7 @@ _REFUSED_ARGUMENTS = (
     *("negative_prompt_attention_mask", "custom_generate", "inputs_embeds", "position_ids", "past_key_values"),
 )
 """Arguments of transformers' `generate` that are not part of a generation config."""
-_HANDLED = (*REFUSED, *TOKEN_OPTIONS, *CACHES, "stop_strings")
+_HANDLED = (*options.REFUSED, *TOKEN_OPTIONS, *options.CACHES, "stop_strings")
 """Options that are checked or applied here, or that belong to transformers' own decoding loop."""
 
 
@@ -66,61 +54,54 @@ def generate_as_transformers(
     **kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """transformers' `generate` with speculative decoding, whose arguments (DECODING) are those of `longspec.generate`.
-
-    Defaults come from `generation_config` or the model's own. Returns LongTensor [B * num_return_sequences, length]:
-    the prompts as passed in and the new tokens, padded on the right; with return_dict_in_generate a
-    `SpeculativeOutput`. stopping_criteria and stop_strings (which need `tokenizer`) end each row independently.
-    OpenAI's presence_penalty, frequency_penalty and logit_bias are arguments, too.
-    Raises UserError for beam search, assistants, logits processors and every other option that decoding cannot apply
-    (see `options`).
-    """
-    decoding = {"streamer": streamer} | {name: kwargs.pop(name) for name in DECODING if name in kwargs}
+    Returns LongTensor [B * num_return_sequences, length]: the prompts as passed in and the new tokens, padded on the
+    right; with return_dict_in_generate a `SpeculativeOutput`. Criteria and stop_strings (which need `tokenizer`) end
+    each row independently. Raises UserError for every option that decoding cannot apply (see `options`)."""
+    own, decoding = self.generation_config, {name: kwargs.pop(name) for name in DECODING if name in kwargs}
     if isinstance(inputs, Mapping):
         kwargs, inputs = {**inputs, **kwargs}, None
     input_ids = kwargs.get("input_ids") if inputs is None else inputs
     if input_ids is not None:
         check_token_ids(input_ids)
-    _refuse_arguments(kwargs, logits_processor)
+    for name in _REFUSED_ARGUMENTS:
+        value = kwargs.pop(name, None)
+        if value is not None and value is not False:
+            raise UserError(f"{name}: not supported with speculative decoding; leave it out")
+    if logits_processor:
+        raise UserError("logits_processor: not supported with speculative decoding; leave it out")
     check_stopping(stopping_criteria)
-    _check_types(self.generation_config if generation_config is None else generation_config)
-    criteria = [*(stopping_criteria or ()), *_string_criteria(self, generation_config, kwargs)]
-    # Arguments come before the config that is passed in, and this before the model's own.
-    given = {name: getattr(generation_config, name, None) for name in TOKEN_OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    given |= {name: kwargs[name] for name in TOKEN_OPTIONS if name in kwargs}
-    merged_settings(given, self.generation_config, (), self.config.vocab_size)  # checks them first
-    decoding |= token_values(given, self.generation_config)
-    for name in _HANDLED:
-        kwargs.pop(name, None)
+    check_special_tokens(own if generation_config is None else generation_config, "generation_config")
+    given = _given_options(self, generation_config, kwargs)
+    decoding |= {"streamer": streamer, **{name: given[name] for name in TOKEN_OPTIONS if name in given}}
+    tokenizer, stop_strings = kwargs.pop("tokenizer", None), given.get("stop_strings", own.stop_strings)
+    if given.get("stop_strings") and tokenizer is None:
+        raise UserError("stop_strings: pass tokenizer= as well")
+    criteria = list(stopping_criteria or ())
+    if stop_strings and tokenizer is not None:
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
     # transformers reads the defaults from the model; this one shares everything else with `self`.
     model = copy(self)
-    model.generation_config = _without(self.generation_config, _HANDLED)
+    model.generation_config = _without(own, _HANDLED)
     generation_config = generation_config and _without(generation_config, _HANDLED)
     decode = partial(_decode, own=self, decoding=decoding, criteria=criteria)
     return super(GlideMixin, model).generate(inputs, generation_config, custom_generate=decode, **kwargs)  # type: ignore[misc]
 
 
-def _string_criteria(
-    model: GlideMixin, given: GenerationConfig | None, kwargs: dict[str, Any]
-) -> list[StoppingCriteria]:
-    """The criterion of stop_strings, if there are any. Removes `tokenizer` from kwargs. Raises UserError for an option
-    of the caller that decoding cannot apply, and reports those of the model's config."""
-    # The options that the caller sets, by arguments or else by the generation config that is passed in. A pipeline
-    # passes a copy of the model's own.
-    names = (*REFUSED, "stop_strings")
-    passed = {name: getattr(given, name, None) for name in names}
-    options = {
-        name: value for name, value in passed.items() if value not in (None, getattr(model.generation_config, name))
-    }
-    options |= {name: kwargs[name] for name in names if name in kwargs}
-    refuse_options(options)
-    tokenizer = kwargs.pop("tokenizer", None)
-    applied = (*FILE_OPTIONS, *options, "max_time", *(() if tokenizer is None else ("stop_strings",)))
-    report_ignored(model.generation_config, model.config.name_or_path, applied)
-    if options.get("stop_strings") and tokenizer is None:
-        raise UserError("stop_strings: pass tokenizer= as well")
-    stop_strings = options.get("stop_strings", model.generation_config.stop_strings)
-    return [StopStringCriteria(tokenizer, stop_strings)] if stop_strings and tokenizer is not None else []
+def _given_options(model: GlideMixin, config: GenerationConfig | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The caller's values of _HANDLED, from the arguments or else from the config that is passed in. Removes them from
+    the arguments. Raises UserError for one that decoding cannot apply, and reports those of the model's own config."""
+    own, given = model.generation_config, {}
+    for name in _HANDLED:
+        value = getattr(config, name, None)
+        # A pipeline passes a copy of the model's own config.
+        if value is not None and (name in TOKEN_OPTIONS or value != getattr(own, name)):
+            given[name] = value
+        if name in kwargs:
+            given[name] = kwargs.pop(name)
+    options.refuse_options(given)
+    strings = () if kwargs.get("tokenizer") is None else ("stop_strings",)
+    options.report_ignored(own, model.config.name_or_path, (*options.FILE_OPTIONS, *given, "max_time", *strings))
+    return given
 
 
 def _decode(
@@ -135,6 +116,8 @@ def _decode(
 ) -> Tensor | SpeculativeOutput:
     """What transformers calls in place of its own decoding loop, with a copy of the model `own`. stopping_criteria:
     transformers', of which only time limits apply. decoding: arguments of `longspec.generate`."""
+    # The model's own config must not apply again.
+    decoding = {**dict.fromkeys((*options.REFUSED, *options.STOPPING)), **decoding}
     timers = [criterion for criterion in stopping_criteria if isinstance(criterion, MaxTimeCriteria)]
     # The pad token, else the first EOS as in transformers, else 0.
     ids = next((i for i in (generation_config.pad_token_id, generation_config.eos_token_id) if i is not None), 0)
@@ -148,7 +131,7 @@ def _decode(
         eos_token_id=() if generation_config.eos_token_id is None else generation_config.eos_token_id,
         pad_token_id=pad_token_id,
         stopping_criteria=[*timers, *criteria],
-        **{**dict.fromkeys((*REFUSED, *STOPPING)), **decoding},  # the model's own config must not apply again
+        **decoding,
     )
 
     # transformers returns the prompts with their padding.
@@ -167,29 +150,10 @@ def _without(config: GenerationConfig, names: Sequence[str]) -> GenerationConfig
     return config
 
 
-def _refuse_arguments(kwargs: dict[str, Any], logits_processor: LogitsProcessorList | None) -> None:
-    """Raise UserError for an argument that decoding cannot apply, and remove those at a neutral value from kwargs."""
-    for name in _REFUSED_ARGUMENTS:
-        value = kwargs.pop(name, None)
-        if value is not None and value is not False:
-            raise UserError(f"{name}: not supported with speculative decoding; leave it out")
-    if logits_processor:
-        names = ", ".join(type(processor).__name__ for processor in logits_processor)
-        raise UserError(f"logits_processor: {names} is not supported with speculative decoding; leave it out")
-
-
-def _check_types(config: GenerationConfig) -> None:
-    """Raise UserError for special tokens and sampling settings that transformers could not compute with."""
-    check_special_tokens(config, "generation_config")
-    for name in ("temperature", "top_p", "top_k"):
-        if not isinstance(value := getattr(config, name), int | float | None):
-            raise UserError(f"generation_config: {name} {value!r} is not a number")
-
-
 def _sampling(config: GenerationConfig) -> dict[str, Any]:
     """The sampling settings of `longspec.generate`, from a config that transformers has completed."""
     if not config.do_sample:
         return {"temperature": 0.0}
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    settings = {name: getattr(config, name) for name in (*neutral, *FILTER_OPTIONS)}
+    settings = {name: getattr(config, name) for name in (*neutral, *options.FILTER_OPTIONS)}
     return settings | {name: value for name, value in neutral.items() if settings[name] is None}

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> dict[str
 
 
 def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) -> argparse.Namespace:
-    """The options, with their defaults in the attribute `defaults`. Raises UserError for one that does not parse."""
+    """The options. Raises UserError for one that does not parse."""
     parser = Parser(
         EXAMPLES,
         prog=prog,
@@ -56,8 +56,6 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     _add_decoding(parser)
     _add_run(parser)
     options = parser.parse_args(argv)
-    # Folder names leave out options at their default values.
-    options.defaults = {name: parser.get_default(name) for name in vars(options)}
     options.token_options = given_options(vars(options))
     return options
 

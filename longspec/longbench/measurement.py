@@ -13,11 +13,11 @@ from longspec.inference.engine.requests import Tokens
 from longspec.inference.generate import generate, make_requests
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats
-from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results, writing
+from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results
 from longspec.jobs.results import Results
 from longspec.longbench.plan import EvaluationPlan, make_plan
 from longspec.longbench.report import read_line, sample_line, summarize, table, write_json
-from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run
+from longspec.longbench.run_folder import SAMPLES_NAME, SUMMARY_NAME, open_run, start_run
 from longspec.models.glide import GlideMixin
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
@@ -50,11 +50,13 @@ def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) 
             read_line,
             replicas,
         )
-        _measure_missing(plan, results, record, job)
+        if len(results.done) < job.total:
+            _measure_missing(plan, results, record, job)
+        elif replicas.rank == 0:
+            print(f"{plan.output_dir}: complete already, {job.total} of {job.total} samples")
         stop.at_once = False
         if replicas.rank == 0:
-            if not job.is_lost:
-                results.collect(wait=True)
+            results.put_in_order()
             if len(results.done) == job.total:
                 summary = _finish(plan, results, record["processes"])
         job.end(len(results.done))
@@ -63,26 +65,21 @@ def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) 
 
 def _measure_missing(plan: EvaluationPlan, results: Results, record: dict[str, Any], job: ResumableJob) -> None:
     """Load the model and run this rank's share of the samples without a line."""
-    replicas, earlier = job.replicas, len(results.done)
-    if earlier == job.total:
-        if replicas.rank == 0:
-            print(f"{plan.output_dir}: complete already, {earlier} of {job.total} samples")
-        return
-    if earlier and replicas.rank == 0:
-        print(f"{plan.output_dir}: continues after {earlier} of {job.total} samples")
+    replicas = job.replicas
+    if results.done and replicas.rank == 0:
+        print(f"{plan.output_dir}: continues after {len(results.done)} of {job.total} samples")
     model = replicas.together(lambda: load_model(plan))
     _warm_up(model, plan)
     # The earlier results are kept until all ranks are ready.
     replicas.gather(None)
     record["processes"] = max(record["processes"], replicas.size)
-    with writing(results, replicas):
-        job.stop.at_once = False
-        run(model, plan, results, job)
+    replicas.rank_zero_first(lambda: start_run(results, record if replicas.rank == 0 else None))
+    job.stop.at_once = False
+    run(model, plan, results, job)
 
 
 def _finish(plan: EvaluationPlan, results: Results, processes: int) -> dict[str, Any]:
     """Write, print and return the summary of a complete run."""
-    results.put_in_order()
     summary = summarize(results.lines, processes, plan.device, describe(plan))
     write_json(plan.output_dir / SUMMARY_NAME, summary)
     print(table(summary))
@@ -102,7 +99,7 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
     def add(index: int, token_ids: list[int], stats: GenerationStats, count: Count) -> None:
         text = plan.tokenizer.decode(token_ids, skip_special_tokens=True)
         results.add(sample_line(prompts[index], token_ids, text, stats, index, rows))
-        count(0, 1)
+        count(1)
 
     # Each sample has a seed of its own, so a resumed run draws the same tokens as an uninterrupted one.
     def work_one_by_one(own: Iterator[int], count: Count) -> None:
@@ -150,7 +147,7 @@ def _warm_up(model: GlideMixin, plan: EvaluationPlan) -> None:
 def describe(plan: EvaluationPlan) -> dict[str, Any]:
     """The summary's facts about the run: method, model, task, and the whole configuration."""
     selection = plan.selection
-    options = {name: value for name, value in vars(plan.options).items() if name not in ("defaults", "overwrite")}
+    options = {name: value for name, value in vars(plan.options).items() if name != "overwrite"}
     resolved = {
         "target": plan.pair.target,
         "draft": plan.draft,
@@ -165,6 +162,6 @@ def describe(plan: EvaluationPlan) -> dict[str, Any]:
         "method": plan.options.method,
         "model": plan.pair.name,
         "task": plan.options.task,
-        "left_out": {name: getattr(selection, name) for name in ("too_short", "too_long", "not_reached")},
+        "left_out": {name: getattr(selection, name) for name in ("too_short", "too_long")},
         "config": options | plan.settings | resolved,
     }

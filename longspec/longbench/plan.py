@@ -15,17 +15,19 @@ from transformers import PreTrainedConfig
 
 from longspec.command_line import DRAFTING, drafting_of
 from longspec.data.target_format import resolve_chat_format
+from longspec.data.templates import check_embedded
 from longspec.digests import content_hash, file_digest
 from longspec.errors import UserError
-from longspec.inference.arguments import check_drafting, check_sampling
+from longspec.inference.adaptive.plan_drafters import MOST_NODES
+from longspec.inference.arguments import check_draft_window, check_drafting, check_sampling
 from longspec.inference.device import choose_device, choose_dtype, device_name, versions
 from longspec.inference.load_pair import read_target
+from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
-from longspec.inference.registry import Pair, check_draft_tokenizer, choose_pair, draft_in_use
+from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
-from longspec.longbench.checks import check_batch_memory, check_draft_settings, check_numbers, check_prompts
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
 from longspec.longbench.tasks import TASKS
@@ -34,22 +36,14 @@ from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import head_dim
 from longspec.models.families import family_class
 from longspec.models.target_files import position_limit, read_generation_config
+from longspec.models.target_split import rank_config
 
-SHAPE_OPTIONS = {
-    "vanilla": (),
-    "seq": ("gamma",),
-    "tree": ("tree_shape", "tree_rule", "tree_nodes", "lookup_branches"),
-    "magicdec": ("gamma",),
-    "lookup": ("gamma",),
-    "auto": ("tree_shape", "tree_rule"),
-}
-"""The options that determine each method's proposals."""
 SAMPLING = ("temperature", "top_p", "top_k")
-OTHER_OPTIONS = (
-    *("task", "method", *SAMPLING, "seed", "batch_size"),
-    *("test_length", "min_prompt_len", "headroom", "chat_format", "compile"),
-)
-"""The options of every method that distinguish a run from others."""
+INPUTS = ("model_name", "target", "draft", "data_path_prefix", "prompt_file", "token_options", "device")
+"""Options that count by what they resolve to."""
+OUTPUTS = ("output_dir", "overwrite")
+INT64_LIMIT = 2**63
+"""Seeds are below this value, so that they fit into a LongTensor."""
 
 
 @dataclass
@@ -108,10 +102,7 @@ class EvaluationPlan:
         # The token ids cover everything that makes the prompts: data, templates, chat format, tokenizer.
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
-            **{name: getattr(options, name) for name in (*OTHER_OPTIONS, *SHAPE_OPTIONS[options.method])},
-            **self._own_limits(),
-            # Absent for a target on one device, whose folders keep their names.
-            **({"tp_size": options.tp_size} if options.tp_size > 1 else {}),
+            **{name: value for name, value in vars(options).items() if name not in (*INPUTS, *OUTPUTS)},
             **options.token_options,
             "max_gen_len": self.max_new_tokens,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -126,11 +117,6 @@ class EvaluationPlan:
             "versions": versions(),
         }
 
-    def _own_limits(self) -> dict[str, Any]:
-        """What the user sets of the plans of "auto". Runs without it keep their folders."""
-        names = ("gamma", "tree_nodes") if self.options.method == AUTO else ()
-        return {name: value for name in names if (value := getattr(self.options, name)) != self.options.defaults[name]}
-
     @property
     def state_in_use(self) -> dict[str, Tensor] | None:
         """The weights of the draft; None for a method that reads none. One that is given may still be unused."""
@@ -139,7 +125,7 @@ class EvaluationPlan:
     def _draft_identity(self) -> dict[str, Any]:
         # A draft that is given but not used does not change the results.
         if self.draft is None or self.state_in_use is None:
-            return {"draft": None, "draft_window": None}
+            return {"draft": None}
         return {"draft": state_digest(self.state_in_use), **draft_settings(self.draft).options.entries()}
 
     @property
@@ -155,8 +141,7 @@ class EvaluationPlan:
             return Path(self.options.output_dir)
         # A hub id has slashes, and a name of dots would leave the folder.
         model = re.sub(r"[^\w.+-]", "-", self.pair.name).strip(".") or "model"
-        defaults = self.options.defaults | {"max_gen_len": TASKS[self.options.task].max_new_tokens}
-        return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration, defaults))
+        return Path("outputs", "inference", model, self.options.task, folder_name(self.configuration))
 
 
 def make_plan(options: argparse.Namespace) -> EvaluationPlan:
@@ -164,7 +149,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
-    check_numbers(options)
+    _check_numbers(options)
     device = choose_device(options.device)
 
     if options.model_name is not None and options.target is not None:
@@ -183,8 +168,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     draft = draft_in_use(pair, options.method, options.draft)
     if draft:
         draft_state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
-        check_draft_settings(options, draft)
-        check_draft_tokenizer(draft, pair.target, tokenizer)
+        _check_draft_settings(options, draft)
 
     # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
@@ -213,6 +197,57 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         attention=attention,
         notes=notes,
     )
-    check_prompts(plan)
-    check_batch_memory(plan)
+    _check_prompts(plan)
+    _check_batch_memory(plan)
     return plan
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
+    least = {"test_length": 0, "batch_size": 1, "tp_size": 1, "min_prompt_len": 0, "headroom": 0, "seed": 0}
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
+    if options.seed >= INT64_LIMIT:
+        raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
+
+
+def _check_draft_settings(options: argparse.Namespace, draft: str) -> None:
+    """Raise UserError if the draft is untrained but the method needs it, or if its window is too small."""
+    settings = draft_settings(draft)
+    if options.method in GLIDE_METHODS and not settings.is_trained:
+        raise UserError(
+            f"--draft: {draft} was saved with a fresh, untrained draft; give a trained one, or use --method lookup"
+        )
+    check_draft_window(drafting_of(options), settings.options.window)
+
+
+def _check_batch_memory(plan: EvaluationPlan) -> None:
+    """Raise UserError if a lower bound of the memory for the longest row exceeds that of the device."""
+    options, prompts, config = plan.options, plan.selection.prompts, plan.config
+    largest_tree = sum(options.tree_shape)
+    if options.tree_nodes is not None:
+        largest_tree = min(largest_tree, options.tree_nodes - 1)
+    draft_tokens = {"vanilla": 0, "tree": largest_tree, AUTO: max(MOST_NODES - 1, options.gamma)}.get(
+        options.method, options.gamma
+    )
+    longest = max(len(prompt.token_ids) for prompt in prompts) + plan.max_new_tokens
+    if options.tp_size > 1:
+        config = rank_config(config, 0, options.tp_size)
+    state = plan.state_in_use or {}
+    listed = state["d2t"].numel() if "d2t" in state else None  # length of the draft's vocabulary list
+    # One more than the draft tokens: the root is verified, too.
+    check_memory(config, plan.dtype, plan.device, longest, draft_tokens + 1, listed)
+
+
+def _check_prompts(plan: EvaluationPlan) -> None:
+    """Raise UserError for a prompt that leaves no room for its answer or has a token without an embedding."""
+    for prompt in plan.selection.prompts:
+        length = len(prompt.token_ids)
+        if length + plan.max_new_tokens > plan.max_positions:
+            raise UserError(
+                f"sample {prompt.id!r}: prompt of {length} tokens + {plan.max_new_tokens} new tokens (--max_gen_len) "
+                f"are more than the target's {plan.max_positions} positions"
+            )
+        # It would end a GPU run with a device-side assert.
+        check_embedded(prompt.token_ids, plan.config.vocab_size, plan.tokenizer, f"sample {prompt.id!r}")

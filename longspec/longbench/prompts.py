@@ -34,8 +34,6 @@ class Selection:
     prompts: list[TaskPrompt]
     too_short: int = 0
     too_long: int = 0
-    not_reached: int = 0
-    """Number of records after the last one that `--test_length` asks for."""
 
     def describe(self, task: str, shortest: int, longest: int) -> str:
         """One line: the number of prompts that are kept, and of those that are left out for each reason."""
@@ -43,17 +41,11 @@ class Selection:
         line = f"{task}: {len(self.prompts)} prompts kept, {left_out} left out"
         if left_out:
             line += f" ({self.too_short} of {shortest} tokens or fewer, {self.too_long} of more than {longest} tokens)"
-        if self.not_reached:
-            line += f"; {self.not_reached} not reached, by --test_length"
         return line
 
 
 def read_prompt(file: str | Path, task: str) -> str:
-    """The prompt of a task in a JSON file {task: prompt}, the format of LongBench's dataset2prompt.json.
-
-    Raises UserError for a file of another format, one without this task, and a prompt that quotes a field that the
-    task does not have.
-    """
+    """The prompt of a task in a JSON file in the format of LongBench's dataset2prompt.json. Raises UserError."""
     try:
         prompts = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -118,9 +110,8 @@ def select_prompts(
     # AIME's prompts are short; only its answers are long.
     filtered = TASKS[name].filtered
     selection = Selection([])
-    for number, (identity, text) in enumerate(questions):
+    for identity, text in questions:
         if test_length and len(selection.prompts) == test_length:
-            selection.not_reached = len(questions) - number
             break
         # Encoded one by one, because encoding stops at `test_length`.
         (token_ids,) = encode_texts([text], tokenizer)

@@ -3,7 +3,7 @@
 import json
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,8 @@ from longspec.replacing import write_atomically
 def sample_line(
     prompt: TaskPrompt, token_ids: list[int], text: str, stats: GenerationStats, index: int, rows: int = 1
 ) -> Line:
-    """The line of a sample.
-
-    token_ids, text: the new tokens, up to and including EOS. stats: the sample's own, whose `decode_s` is its share of
-    the time of rounds. rows: samples that are decoded at the same time.
-    """
+    """The line of a sample. token_ids, text: the new tokens, up to and including EOS. stats: the sample's own. rows:
+    samples that are decoded at the same time."""
     rounds = stats.rounds
     resident_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in bytes, for runs on a CPU
     shape = {"tree_shape": list(stats.tree_shape)} if stats.tree_shape else {}
@@ -41,7 +38,6 @@ def sample_line(
         "tokens_per_second": _number_or_none(stats.tokens_per_second),
         **shape,
         "batch": {
-            "first": index,
             "rounds": stats.rounds,
             "decoded_tokens": stats.decoded_tokens,
             "accepted_by_depth": stats.accepted_by_depth,
@@ -60,16 +56,14 @@ def read_line(raw: bytes) -> Line:
         line = json.loads(raw)
         kept = {name: value for name, value in line.items() if name not in ("text", "token_ids")}
         _stats(kept)
-        return {"index": int(kept["index"]), "new_tokens": kept["new_tokens"]} | kept
+        return kept | {"index": int(kept["index"]), "new_tokens": int(kept["new_tokens"])}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a line of results") from error
 
 
 def _stats(line: Line) -> GenerationStats:
     """The figures of a line."""
-    # The number of the sample is no figure.
-    counts = {name: value for name, value in line["batch"].items() if name != "first"}
-    return GenerationStats(**counts, ttft_s=line["ttft_s"], decode_s=line["decode_s"])
+    return GenerationStats(**line["batch"], ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 
 
 def _number_or_none(value: float) -> float | None:
@@ -77,10 +71,12 @@ def _number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def summarize(lines: Sequence[Line], processes: int, device: torch.device, facts: dict[str, Any]) -> dict[str, Any]:
+def summarize(
+    by_item: Mapping[int, Line], processes: int, device: torch.device, facts: dict[str, Any]
+) -> dict[str, Any]:
     """`facts` and the pooled figures of all lines. processes: ranks of the largest launch that wrote lines."""
-    # Lines of earlier versions have the figures of their batch, which count once.
-    pooled = pool(list({line["batch"]["first"]: _stats(line) for line in lines}.values()))
+    lines = [by_item[item] for item in sorted(by_item)]
+    pooled = pool([_stats(line) for line in lines])
     samples = len(lines)
     return facts | {
         "samples": samples,

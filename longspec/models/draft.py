@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.kernels.training.varlen_torch import TorchAttention
 from longspec.models.draft_vocabulary import MAPS, listed_tokens, vocabulary_maps
 
 MAX_WINDOW = 2**20
@@ -75,17 +75,12 @@ class Reads:
     hidden: bool = False
     """Whether it reads the hidden state after the final norm."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether the target's pass has to go past the keys of the last layer."""
-        return self.hidden or bool(self.layer_inputs)
-
 
 class TargetStates(NamedTuple):
     """Results of the target's pass in training."""
 
-    hidden: Tensor | None
-    """[B, T, hidden] after the final norm; None unless the pass was whole."""
+    hidden: Tensor
+    """[B, T, hidden] after the final norm."""
     keys_values: list[KeysValues]
     """Of `Reads.kv_layers`, in their order."""
     layer_inputs: Tensor | None = None
@@ -104,7 +99,7 @@ class TrainingPass:
     """[B, T, hidden], the target's."""
     rope: Rope
     segments: Segments
-    attention: PaddedAttention
+    attention: TorchAttention
     """The attention of the pair's device and dtype, over flattened tokens."""
     target: TargetStates
 
@@ -113,7 +108,6 @@ class TrainingPass:
 
         lags: as in `Draft.training_forward`.
         """
-        assert self.target.hidden is not None
         seen = self.segments if lags is None else self.segments.lagging(lags.tolist())
         numbers = seen.newest_keys(blocks=lags is None)
         rows = self.target.hidden.flatten(0, 1).index_select(0, numbers.clamp(min=0))

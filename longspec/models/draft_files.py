@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from longspec.models.architectures import draft_class, published_draft
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
-from longspec.models.target_files import check_hub_id, fetched, without_memory
-from longspec.models.target_sample import SAMPLE_KEYS, TargetSample, read_sample
-from longspec.models.weight_files import dequantized, is_plain, read_metadata, read_weights
-from longspec.untrusted import read_json, read_yaml
+from longspec.models.target_files import fetched, without_memory
+from longspec.models.target_sample import TargetSample, read_sample
+from longspec.models.weight_files import FLOATING, dequantized, read_metadata, read_weights
+from longspec.untrusted import read_json
 
 DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
 DRAFT_FOLDER = "draft"
@@ -52,7 +52,6 @@ def resolve_draft(path: str | Path) -> Path:
     if not os.path.exists(local):
         if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
             raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
-        check_hub_id(path, "no such draft; give a .pth file, a folder or a hub id")
         local = fetched(path, "no such draft on disk or on the hub; give a .pth file, a folder or a hub id")
     return local / DRAFT_FOLDER if (local / DRAFT_FOLDER / "config.json").exists() else local
 
@@ -104,9 +103,9 @@ def fit_draft(state: Mapping[str, Tensor], layer: Draft, source: str) -> dict[st
     expected = layer.shapes(weights, maps["d2t"].numel() if "d2t" in maps else None)
 
     faults = [f"missing {name}" for name in expected.keys() - weights.keys()]
-    faults += [f"unexpected {_printable(name)}" for name in weights.keys() - expected.keys()]
+    faults += [f"unexpected {name[:60]!r}" for name in weights.keys() - expected.keys()]
     for name, weight in weights.items():
-        if not is_plain(weight):
+        if weight.dtype not in FLOATING:
             faults.append(f"{name} is no floating-point tensor")
         elif name in expected and weight.shape != expected[name]:
             faults.append(f"{name} is {list(weight.shape)}, the target needs {list(expected[name])}")
@@ -129,10 +128,6 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
             raise UserError(f"{source}: the draft's weight {name} contains NaN or Inf; use another checkpoint")
 
 
-def _printable(name: str) -> str:
-    return name if name.isprintable() and len(name) <= 60 else repr(name[:60])
-
-
 def check_draft(
     path: str | Path, config: PreTrainedConfig, layer_class: type[GlideDecoderLayer], only: str | None = None
 ) -> dict[str, Tensor]:
@@ -148,7 +143,6 @@ def check_draft(
         raise UserError(f"{path}: a draft of the architecture {options.architecture}; only {only} works here")
     if options.architecture == GLIDE and draft.is_dir() and (draft / "config.json").exists():
         _compare_configs(draft / "config.json", config)
-    _compare_run(_folder(draft) / TRAINING_CONFIG_NAME, layer_class)
     options.check_target(config, str(path))
     with without_memory(config):
         layer = draft_class(options.architecture, layer_class, str(path))(config, options)
@@ -163,77 +157,52 @@ def list_size(path: str | Path) -> int | None:
 
 
 def draft_settings(path: str | Path) -> DraftSettings:
-    """Settings of the draft at `path`: from its weight file, else `config.json`, else the training configuration.
-    Published drafts state none, so they get the defaults. Raises UserError."""
+    """Settings of the draft at `path`: from its weight file, else `config.json`. Published drafts state none, so they
+    get the defaults. Raises UserError."""
     draft = resolve_draft(path)
-    run = _folder(draft) / TRAINING_CONFIG_NAME
-    config_file = _folder(draft) / "config.json"
-    # Later sources take precedence: the weight file is what users pass around.
-    stated: dict[str, Any] = {}
-    if run.exists() and isinstance(model := read_yaml(run).get("model"), dict):
-        stated |= {key: model[name] for name, key in OPTION_KEYS.items() if name in model}
-        own = {"architecture": ARCHITECTURE_KEY, "architecture_options": OPTIONS_KEY}
-        stated |= {key: model[name] for name, key in own.items() if name in model}
+    config_file = (draft if draft.is_dir() else draft.parent) / "config.json"
     config = read_json(config_file) if config_file.exists() else {}
-    target: dict[str, Any] = {}
-    for source in (config, read_metadata(_weight_files(draft)[0])):
-        stated |= stated_options(source)
-        target |= {key: _parsed(source[key]) for key in SAMPLE_KEYS if key in source}
+    # The weight file takes precedence, because it is what users pass around.
+    stated = config | {key: _parsed(value) for key, value in read_metadata(_weight_files(draft)[0]).items()}
     is_trained = config.get(TRAINED_KEY, True) is not False
-    options = options_of(stated, f"{path}: ", config)
-    return DraftSettings(options, is_trained, read_sample(target, f"{path}: "))
+    prefix = f"{path}: "
+    published = None if ARCHITECTURE_KEY in stated else published_draft(config)
+    if published is not None:
+        options = published.published_options(config, prefix)
+    else:
+        options = options_of(stated_options(stated, prefix), prefix)
+    return DraftSettings(options, is_trained, read_sample(stated, prefix))
 
 
-def stated_options(source: Any) -> dict[str, Any]:
-    """The entries of a draft's options in `config.json`, or in the metadata of a weight file."""
-    keys = (*OPTION_KEYS.values(), ARCHITECTURE_KEY, OPTIONS_KEY)
-    return {key: _parsed(source[key]) for key in keys if key in source} if isinstance(source, Mapping) else {}
-
-
-def options_of(stated: Mapping[str, Any], prefix: str = "", config: Mapping[str, Any] | None = None) -> Options:
-    """Options from the entries of `stated_options`; a missing one has the published value.
-
-    prefix: precedes names in errors. config: the draft's `config.json`, by which files of other projects are
-    recognized. Raises UserError.
-    """
-    name = stated.get(ARCHITECTURE_KEY)
-    if name is None and (published := published_draft(config or {})) is not None:
-        return published.published_options(config or {}, prefix)
-    if name in (None, GLIDE):
-        own = {option: stated[key] for option, key in OPTION_KEYS.items() if key in stated}
-        return GlideDecoderLayer.options_class.checked(own, prefix)
-    options = stated.get(OPTIONS_KEY) or {}
-    if not isinstance(options, Mapping) or not isinstance(name, str):
+def stated_options(source: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The options by name in the entries of a draft's files, and the `architecture` if it is not GLIDE. prefix:
+    precedes names in errors. Raises UserError."""
+    if ARCHITECTURE_KEY not in source:
+        return {name: source[key] for name, key in OPTION_KEYS.items() if key in source}
+    options = source.get(OPTIONS_KEY) or {}
+    if not isinstance(options, Mapping):
         raise UserError(f"{prefix}{OPTIONS_KEY}: must be a mapping of the draft's options")
-    return draft_class(name, GlideDecoderLayer, f"{prefix}{ARCHITECTURE_KEY}").options_class.checked(options, prefix)
+    return {"architecture": source[ARCHITECTURE_KEY], **options}
 
 
-def asked_options(stated: Mapping[str, Any], glide_path: str | Path | None) -> Options:
-    """The options of the draft at `glide_path`, or the default ones, updated with `stated` (see `stated_options`).
-    Raises UserError if `stated` contradicts the draft. Only the window may differ: no weight depends on it."""
-    saved = None if glide_path is None else draft_settings(glide_path).options
-    architecture = saved.architecture if saved else stated.get(ARCHITECTURE_KEY, GLIDE)
-    if architecture != GLIDE and (asked := [name for name, key in OPTION_KEYS.items() if key in stated]):
-        whose = f"the draft at {glide_path}" if saved else "this draft"
-        raise UserError(
-            f"{asked[0]}: an option of GLIDE, but {whose} is a {architecture} draft; use architecture_options"
-        )
-    if saved is None:
-        return options_of(stated)
-    own = saved.entries()
-    if OPTIONS_KEY in own:
-        stated = {**stated, OPTIONS_KEY: own[OPTIONS_KEY] | dict(stated.get(OPTIONS_KEY) or {})}
-    options = options_of(own | dict(stated))
-    if options.architecture != saved.architecture:
-        raise UserError(
-            f"architecture: {options.architecture} contradicts the draft at {glide_path}, which is a "
-            f"{saved.architecture} draft; omit architecture"
-        )
-    for field in fields(saved):
-        name, asked, value = field.name, getattr(options, field.name), getattr(saved, field.name)
-        if name != "window" and asked != value:
-            raise UserError(f"{name}: {asked} contradicts the draft at {glide_path}, which has {value}; omit {name}")
-    return options
+def options_of(stated: Mapping[str, Any], prefix: str = "") -> Options:
+    """Options by name, with the key `architecture`; a missing one has the published value. Raises UserError."""
+    options = dict(stated)
+    name = str(options.pop("architecture", GLIDE))
+    return draft_class(name, GlideDecoderLayer, f"{prefix}architecture").options_class.checked(options, prefix)
+
+
+def asked_options(asked: Mapping[str, Any], glide_path: str | Path | None) -> Options:
+    """The options of the draft at `glide_path`, or the default ones, updated with `asked`, as for `options_of`. Raises
+    UserError if `asked` contradicts the draft. Only the window may differ: no weight depends on it."""
+    if glide_path is None:
+        return options_of(asked)
+    saved = draft_settings(glide_path).options
+    if asked.get("architecture", saved.architecture) == saved.architecture:
+        options = options_of({"architecture": saved.architecture, **asdict(saved), **asked})
+        if replace(options, window=saved.window) == saved:
+            return options
+    raise UserError(f"{dict(asked)} contradicts the draft at {glide_path}, which has {saved}; omit all but window")
 
 
 def _parsed(value: Any) -> Any:
@@ -246,28 +215,10 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _folder(draft: Path) -> Path:
-    return draft if draft.is_dir() else draft.parent
-
-
 def _compare_configs(file: Path, config: PreTrainedConfig) -> None:
     draft = read_json(file)
     for name in ("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"):
         own = getattr(config, name, None)
         # Published drafts leave out some of these keys.
         if own is not None and draft.get(name, own) not in (None, own):
-            stated = _printable(str(draft[name]))
-            raise UserError(f"{file}: a draft for a target with {name} {stated}; this target has {own}")
-
-
-def _compare_run(file: Path, layer_class: type[GlideDecoderLayer]) -> None:
-    """Raise UserError if a checkpoint's training configuration names the pair class of another family."""
-    model = read_yaml(file).get("model") if file.exists() else None
-    target = model.get("_target_") if isinstance(model, dict) else None
-    if not isinstance(target, str):
-        return
-    pair = target.split(".")[-2:][0]
-    if not layer_class.__name__.startswith(pair):
-        raise UserError(
-            f"{file.parent}: a draft trained as {_printable(pair)}; this target needs a {layer_class.__name__}"
-        )
+            raise UserError(f"{file}: a draft for a target with {name} {draft[name]!r:.60}; this target has {own}")

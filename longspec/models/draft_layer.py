@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from longspec.errors import UserError
-from longspec.kernels.training.varlen_padded import on_flat
+from longspec.kernels.training.varlen_torch import on_flat
 from longspec.models.draft import Draft, Options, Reads, Rope, TrainingPass
 
 GLIDE = "glide"

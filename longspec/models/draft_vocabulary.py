@@ -42,22 +42,14 @@ def maps_problem(maps: Mapping[str, Tensor], vocab_size: int) -> str | None:
     if missing := [name for name in MAPS if name not in maps]:
         return f"its vocabulary list lacks {missing[0]}"
     d2t, t2d = maps["d2t"], maps["t2d"]
-    for name, tensor, dtype in (("d2t", d2t, torch.int64), ("t2d", t2d, torch.bool)):
-        is_dense = tensor.layout == torch.strided and not tensor.is_meta
-        if not is_dense or tensor.dtype != dtype or tensor.dim() != 1 or not len(tensor):
-            return f"{name} is no {str(dtype).removeprefix('torch.')} vector"
-    if len(t2d) != vocab_size:
-        return f"t2d has {len(t2d)} entries, the target has {vocab_size} tokens"
-    if len(d2t) > vocab_size:
-        return f"d2t has {len(d2t)} entries, the target has {vocab_size} tokens"
+    if d2t.dtype != torch.int64 or d2t.dim() != 1 or not 1 <= len(d2t) <= vocab_size:
+        return f"d2t is no int64 vector of at most {vocab_size} entries"
     tokens = listed_tokens(d2t)
     # The offsets are compared first, because their sum with the index may overflow.
-    if d2t.min() < 0 or d2t.max() >= vocab_size or tokens.max() >= vocab_size:
-        return f"d2t contains token ids outside of 0 … {vocab_size - 1}"
-    if (tokens.diff() <= 0).any():
-        return "the token ids of d2t are not ascending"
+    if d2t.min() < 0 or d2t.max() >= vocab_size or tokens.max() >= vocab_size or (tokens.diff() <= 0).any():
+        return f"the token ids of d2t are not ascending ids in 0 … {vocab_size - 1}"
     # Both tensors describe one list; files of other tools may disagree.
-    if not torch.equal(t2d.nonzero()[:, 0], tokens):
+    if t2d.dtype != torch.bool or not torch.equal(t2d, vocabulary_maps(tokens, vocab_size)["t2d"]):
         return "d2t and t2d are different lists"
     return None
 

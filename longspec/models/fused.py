@@ -23,9 +23,8 @@ from longspec.models.parallel import (
     sum_over_ranks,
 )
 
-PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-FEATURE = "feature_proj"
-"""Name of the additional linear in a draft with a target feature."""
+LEAVES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, SiLUActivation, VocabularyEmbedding, VocabularyHead)
+"""Classes of the modules without children that can be fused, next to the family's norm and rotary embedding."""
 ProjectionAttend = Callable[[Tensor, TokenSlots, HeadNorms | None], Tensor]
 """The method `project` of an `Attend`, at a layer's scale."""
 
@@ -33,34 +32,35 @@ ProjectionAttend = Callable[[Tensor, TokenSlots, HeadNorms | None], Tensor]
 def can_fuse(model: Any) -> bool:
     """Whether the classes below compute every layer of a pair exactly, apart from drafts of other architectures.
 
-    They need contiguous parameters of one dtype, plain linears, biases on q, k and v only, the family's RMSNorm, a
-    gated SiLU MLP, and weights that own their memory, so that they can become views of merged weights. No module of the
-    pair may have a hook but the sum over the ranks that share a target. An adapter, a quantized linear, another lm_head
-    or a subclass with its own code rules a pair out.
+    They need contiguous parameters of one dtype, biases on q, k and v only, and weights that own their memory, so that
+    they can become views of merged weights. No module may have a hook but the sum over the ranks that share a target.
+    An adapter, a quantized linear, another lm_head or a subclass with its own code rules a pair out.
     """
     backbone, head, norm_class = model.model, model.lm_head, model.draft_layer_class.norm_class
     drafts = [model.draft_model] if isinstance(model.draft_model, GlideDecoderLayer) else []
-    modules = [module for part in (backbone, *drafts) for module in part.modules()]
+    named = [("lm_head", head), *(item for part in (backbone, *drafts) for item in part.named_modules())]
     return (
-        type(head) in (nn.Linear, VocabularyHead)
-        and getattr(head, "bias", None) is None
-        and type(backbone.embed_tokens) in (nn.Embedding, VocabularyEmbedding)
-        and type(backbone.norm) is norm_class
-        and _keeps(model, GlideMixin, "embed")
-        and not any(_has_own_code(module) for module in modules)
-        and not any(_has_hook(module) for module in (model, head, *modules))
-        and all(_is_plain(layer, norm_class) for layer in (*backbone.layers, *drafts))
+        _keeps(model, GlideMixin, "embed")
+        and not any(_has_hook(module) for _, module in (("", model), *named))
+        and all(_is_known(name, module, norm_class) for name, module in named)
+        and all(_can_merge(linears) for layer in (*backbone.layers, *drafts) for linears in _merged_linears(layer))
         and all(x.dtype == head.weight.dtype and x.is_contiguous() for x in model.parameters())
     )
 
 
-def _has_own_code(module: nn.Module) -> bool:
-    """Whether a module may run other code than that of torch, transformers or this package."""
+def _is_known(name: str, module: nn.Module, norm_class: type) -> bool:
+    """Whether a module computes what the fused layers do, apart from its children."""
     if "forward" in vars(module):
-        return True
+        return False
     if isinstance(module, GlideDecoderLayer):  # subclasses may have other weights or another initialization
-        return not _keeps(module, GlideDecoderLayer, "forward", "keys_values", "feature")
-    return not type(module).__module__.startswith(("torch.nn.", "transformers.", "longspec.models."))
+        return _keeps(module, GlideDecoderLayer, "forward", "keys_values", "feature")
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        return type(module) is nn.Linear and name.endswith(("q_proj", "k_proj", "v_proj"))
+    if any(module.children()) or name == "rotary_emb":
+        own_code = ("transformers.", "longspec.models.")
+        return type(module) is nn.ModuleList or type(module).__module__.startswith(own_code)
+    # Exact classes: a subclass, such as an adapter or a quantized linear, computes something else.
+    return type(module) in (norm_class, *LEAVES)
 
 
 def _keeps(module: nn.Module, base: type, *methods: str) -> bool:
@@ -73,21 +73,6 @@ def _has_hook(module: nn.Module) -> bool:
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return any(
         hook is not sum_output and not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks
-    )
-
-
-def _is_plain(layer: Any, norm_class: type) -> bool:
-    leaves = (item for item in layer.named_modules() if not list(item[1].children()))
-    modules: dict[str, Any] = {name: module for name, module in leaves if not isinstance(module, nn.ModuleList)}
-    linears = {name: module for name, module in modules.items() if name.endswith("_proj")}
-    others = [module for name, module in modules.items() if name not in linears]
-    # Exactly nn.Linear: a subclass, such as an adapter or a quantized linear, computes something else.
-    return (
-        {name.rpartition(".")[2] for name in linears} - {FEATURE} == PROJECTIONS
-        and all(type(x) is nn.Linear for x in linears.values())
-        and all(x.bias is None for name, x in linears.items() if not name.endswith(("q_proj", "k_proj", "v_proj")))
-        and all(type(x) in (norm_class, nn.SiLU, SiLUActivation) for x in others)
-        and all(_can_merge(linears) for linears in _merged_linears(layer))
     )
 
 

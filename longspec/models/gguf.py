@@ -2,13 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
@@ -22,30 +23,29 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Supported values of `general.architecture`, each the name of a family. Mistral files say "llama"."""
 READ = ("general.architecture", "general.type", "split.", "tokenizer.", *(f"{name}." for name in ARCHITECTURES))
 """Starts of the names of the metadata that are read. Descriptions need not be valid UTF-8."""
-GGUF_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
+GGUF_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, NotImplementedError)
 """Exceptions that `gguf` and numpy raise for truncated or malformed files."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies. GGUF files of Llama 3.1 contain them instead of the settings below."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 BLOCK = 2**23
 """Number of values that are dequantized at a time."""
-MAX_SHARD = "4GB"
+MAX_SHARD = "500MB"
+"""Size limit of a weight file, which is in memory while it is converted."""
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16}
 """Dtypes of GGUF's types that stay."""
-NAMES_OF_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
     """Write the model in a GGUF file to an existing `folder`, in the form that transformers loads.
 
     Quantized weights become bfloat16, unquantized ones keep their type. A Mistral file becomes a Llama target, which
-    computes the same. Weights are read, converted and written in blocks of a few rows. Raises UserError for a file
-    that cannot be read, and for another architecture.
+    computes the same. Raises UserError for a file that cannot be read, and for another architecture.
     """
     with file.open("rb") as handle:
         if handle.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{file}: not a GGUF file; give a GGUF file, a model folder or a hub id")
-    from gguf import GGUFReader, dequantize  # reading converted targets does not need the package
+    from gguf import GGUFReader  # reading converted targets does not need the package
 
     try:
         reader = GGUFReader(file)
@@ -59,20 +59,16 @@ def convert_gguf(file: Path, folder: Path) -> None:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         config = _config(model_class, metadata, tensors)
         stored = _stored(model_class, config, tensors)
-        # Raises for a type that gguf cannot dequantize, before anything large is written.
-        for tensor in stored.values():
-            dequantize(tensor.data[:1], tensor.tensor_type)
         write_tokenizer(folder, metadata, config.max_position_embeddings)
+        config.save_pretrained(folder)
+        ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+        GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
+        _write_weights(folder, stored, config, f"converting {file.name}")
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except GGUF_ERRORS as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{file}: this GGUF file cannot be read ({reason})") from error
-
-    config.save_pretrained(folder)
-    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    GenerationConfig(**ids, pad_token_id=config.pad_token_id).save_pretrained(folder)
-    _write_weights(folder, stored, config, f"converting {file.name}")
 
 
 def _check_whole(metadata: Mapping[str, Any]) -> None:
@@ -184,53 +180,42 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _write_weights(folder: Path, stored: Mapping[str, Any], config: PreTrainedConfig, label: str) -> None:
-    """Write GGUF tensors block by block in the files that transformers would write. label: text of the progress bar."""
+    """Write GGUF tensors as safetensors of at most MAX_SHARD and their index. label: text of the progress bar."""
     dtype: Any = config.dtype
     weights = {name: torch.empty(_shape(tensor), dtype=dtype, device="meta") for name, tensor in stored.items()}
     pattern = "model{suffix}.safetensors"
     plan = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=MAX_SHARD)
-    size = sum(weight.nbytes for weight in weights.values())
-    with tqdm(total=size, desc=label, unit="B", unit_scale=True, delay=1) as bar:
+    with tqdm(total=len(stored), desc=label, unit=" weights", delay=1) as bar:
         for file, names in plan.filename_to_tensors.items():
-            with (folder / file).open("wb") as handle:
-                # Readers expect the weights without gaps; safetensors itself sorts them by name.
-                handle.write(_header({name: weights[name] for name in sorted(names)}))
-                for name in sorted(names):
-                    for block in _blocks(name, stored[name], config):
-                        bar.update(handle.write(block.to(dtype).view(torch.uint8).numpy().data))
+            shard = {}
+            for name in names:
+                shard[name] = _weight(name, stored[name], config)
+                bar.update()
+            save_file(shard, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
 
-def _header(weights: Mapping[str, Tensor]) -> bytes:
-    """A safetensors header: its length as 8 bytes, then JSON with the place of each weight, padded to 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, weight in weights.items():
-        end = start + weight.nbytes
-        dtype = NAMES_OF_DTYPES[weight.dtype]
-        entries[name] = {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _blocks(name: str, tensor: Any, config: PreTrainedConfig) -> Iterator[Tensor]:
-    """The dequantized rows of a weight, fp32 [rows, in], in blocks of about BLOCK values."""
+def _weight(name: str, tensor: Any, config: PreTrainedConfig) -> Tensor:
+    """A dequantized weight in the target's dtype."""
     from gguf import dequantize
 
-    data = tensor.data
+    data, dtype = tensor.data, config.dtype
+    assert isinstance(dtype, torch.dtype)
     # llama.cpp permutes queries and keys of the Llama architecture only. Rows are quantized independently.
     if config.model_type == "llama" and ".q_proj." in name:
         data = _pair_halves(data, config.num_attention_heads)
     if config.model_type == "llama" and ".k_proj." in name:
         data = _pair_halves(data, config.num_key_value_heads)
+    # GGUF stores the same order of rows as PyTorch. A block of them is in fp32 at a time.
+    weight = torch.empty(_shape(tensor), dtype=dtype)
     rows = max(1, BLOCK * len(data) // tensor.n_elements)
     for start in range(0, len(data), rows):
-        # GGUF stores the same order of rows as PyTorch.
-        yield torch.from_numpy(dequantize(data[start : start + rows], tensor.tensor_type).copy())
+        weight[start : start + rows] = torch.from_numpy(
+            dequantize(data[start : start + rows], tensor.tensor_type).copy()
+        )
+    return weight
 
 
 def _pair_halves(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -1,9 +1,10 @@
 """A frozen target with its draft: how the pair is built, and its pass in training."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import resolve_attention, training_attention
-from longspec.kernels.training.varlen_padded import PaddedAttention, on_flat
+from longspec.kernels.training.varlen_torch import TorchAttention, on_flat
 from longspec.models import generation
 from longspec.models.architectures import draft_class
 from longspec.models.draft import Options, Reads, TargetStates, TrainingPass
@@ -21,26 +22,14 @@ from longspec.models.draft_files import DraftSettings, check_draft, draft_settin
 from longspec.models.draft_layer import head_dim
 from longspec.models.parallel import gather_heads
 from longspec.models.pretrained import PretrainedPairMixin, copy_loading
-from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, LayerInputs, last_keys_values, run_backbone
-from longspec.models.target_files import at_revision, checked_dtype, without_memory
+from longspec.models.target_attention import ATTENTION_NAME, ChosenKV, LayerInputs, run_backbone
+from longspec.models.target_files import checked_dtype, without_memory
 from longspec.models.target_graph import TargetGraphs
 from longspec.models.target_sample import take_sample, warn_if_other_target
 
-
-class Objective(Protocol):
-    """Turns the draft's hidden states into the result of a training forward pass, such as a loss."""
-
-    @property
-    def reads_target(self) -> bool:
-        """Whether it needs the target's hidden states. If not, the target's pass stops at its last layer's keys."""
-
-    def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
-    ) -> Any:
-        """hidden, target_hidden [B, T, hidden] (None where not read), labels [B, T] -> the result of the pass.
-
-        head: the draft's own; None if it has the target's `lm_head`.
-        """
+Objective = Callable[[Tensor, Tensor, Tensor, nn.Module, nn.Module | None], Any]
+"""(draft's hidden states, target's [B, T, hidden], labels [B, T], lm_head, head) -> result of a training forward pass,
+such as a loss. head: the draft's own; None if it has the target's `lm_head`."""
 
 
 def check_pair(model: object) -> None:
@@ -88,7 +77,6 @@ class GlideMixin(PretrainedPairMixin):
         with without_memory(config):
             super().__init__(config)
         self.use_flash = resolve_attention(attn_implementation).startswith("flash")
-        loading |= at_revision(loading.pop("revision", None))
         target = self._load_target(config, target_model_path, dtype=checked_dtype(torch_dtype), **loading)
         self.config, self.generation_config = target.config, target.generation_config
         self.model, self.lm_head = target.model, target.lm_head
@@ -137,40 +125,26 @@ class GlideMixin(PretrainedPairMixin):
             **kwargs,
         )
 
-    def needs_whole_pass(self, objective: Objective) -> bool:
-        """Whether training with `objective` reads the target's hidden states."""
-        return objective.reads_target or self.draft_model.reads.whole
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Speculative decoding with transformers' arguments; see `transformers_api.generate_as_transformers`."""
         return generation.generate(self, *args, **kwargs)
 
     def run_target(
-        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool, reads: Reads | None = None
+        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, reads: Reads | None = None
     ) -> TargetStates:
-        """The frozen target's pass in training.
-
-        reads: None for those of the draft. Unless `whole`, the pass ends at the last layer's keys and values.
-        """
+        """The frozen target's pass in training. reads: None for those of the draft."""
         varlen = self._training_attention().varlen
-        reads, last = reads or self.draft_model.reads, self.config.num_hidden_layers - 1
+        reads = reads or self.draft_model.reads
 
         def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             return on_flat(partial(varlen, segments=segments, scale=scale), q, k, v)
 
-        # The last layer's attention and MLP cost 1 / L of the pass and are skipped where nothing reads them.
-        if not whole:
-            inputs = self.embed(input_ids, position_ids)
-            others = [layer for layer in reads.kv_layers if layer != last]
-            kept = last_keys_values(self.model, *inputs, position_ids, causal, others)
-            by_layer = dict(zip((last, *others), kept, strict=True))
-            return TargetStates(None, [by_layer[layer] for layer in reads.kv_layers])
         kv, states = ChosenKV(reads.kv_layers), LayerInputs(reads.layer_inputs)
         with states.recorded(self.model.layers):
             hidden = run_backbone(self.model, input_ids, position_ids, kv, causal)
         return TargetStates(hidden, list(kv.kept.values()), states.joined())
 
-    def _training_attention(self) -> PaddedAttention:
+    def _training_attention(self) -> TorchAttention:
         """The attention of this pair's device and dtype."""
         # Never quantized. DeepSpeed would keep a weight gathered that is read as an attribute.
         weight = next(self.model.embed_tokens.parameters())
@@ -196,7 +170,7 @@ class GlideMixin(PretrainedPairMixin):
         with torch.no_grad():
             embeddings, rope = self.embed(input_ids, position_ids)
             run_target = self.target_pass or self.run_target
-            target = run_target(input_ids, position_ids, segments, self.needs_whole_pass(objective))
+            target = run_target(input_ids, position_ids, segments)
             # The draft is replicated on the ranks that share a target, so each of them needs all KV heads.
             gathered = [(gather_heads(keys), gather_heads(values)) for keys, values in target.keys_values]
             target = target._replace(keys_values=gathered)

@@ -7,7 +7,6 @@ from pathlib import Path
 from longspec.errors import UserError, first_line
 
 SMOLLM2, QWEN_CODER = "smollm2-135m", "qwen2.5-coder-1.5b"
-HUB_FILES = ("*.json", "*.txt", "*.safetensors")
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub to answer. By default huggingface_hub waits without a limit."""
 QWEN_PARTS = 22
@@ -74,31 +73,14 @@ def check_reachable(hub_id: str, revision: str | None = None) -> None:
 
     transformers would repeat its request for half a minute.
     """
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
-    if try_to_load_from_cache(hub_id, "config.json", revision=revision) is not None:
-        return
     try:
-        HfApi().model_info(hub_id, revision=revision, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        if try_to_load_from_cache(hub_id, "config.json", revision=revision) is None:
+            HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
     except (OSError, ValueError):
-        return  # an answer of the hub, or offline mode, which transformers explains
+        return  # no hub id, an answer of the hub, or offline mode, which transformers explains
     except Exception as error:  # the HTTP client's errors have no base class that all versions share
         reason = f"{type(error).__name__}: {first_line(error)}"
         advice = f"check the network, or give a target's folder, or one of {', '.join(PACKAGED)}"
         raise UserError(f"{hub_id}: no such folder, and the hub cannot be reached ({reason}); {advice}") from error
-
-
-def fetched_folder(hub_id: str, problem: str) -> Path:
-    """The folder of a model of the hub, downloaded into the hub's cache.
-
-    problem: the start of the UserError that is raised if the hub cannot be reached.
-    """
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        # Asked first, because snapshot_download has no time limit for its first request.
-        HfApi().model_info(hub_id, timeout=HUB_TIMEOUT)
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the HTTP client's errors have no base class that all versions share
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{problem}, or fetch {hub_id} where the hub can be reached ({reason})") from error

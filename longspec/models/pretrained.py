@@ -1,9 +1,7 @@
 """Loading and saving a pair, with the conventions of transformers' `from_pretrained` and `save_pretrained`."""
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,26 +11,24 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from longspec.errors import UserError
-from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft
+from longspec.models.draft import Draft
 from longspec.models.draft_files import (
     DRAFT_FOLDER,
-    DRAFT_PREFIX,
     asked_options,
     check_finite,
     draft_of_pair,
     fit_draft,
-    options_of,
     stated_options,
 )
-from longspec.models.draft_layer import OPTION_KEYS, GlideDecoderLayer
+from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import checked_tokens, listed_tokens
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin, join_ranks, model_parallel_rank_and_size
-from longspec.models.target_files import check_no_adapter, check_target, check_target_path, local_target, read_config
+from longspec.models.target_files import check_no_adapter, check_target, local_target, read_config
 from longspec.models.target_sample import TargetSample, take_sample
-from longspec.models.target_split import has_parts, rank_config, read_part
+from longspec.models.target_split import cut_weights, has_parts, rank_config
 from longspec.models.weight_checks import check_all_used, check_weights
-from longspec.models.weight_files import cached_folder, stored_weights, weight_errors, without_bar
+from longspec.models.weight_files import stored_weights, weight_errors, without_bar
 
 LOADED_WITH = (
     "hf_device_map",
@@ -43,7 +39,6 @@ LOADED_WITH = (
     "is_loaded_in_8bit",
 )
 """Attributes that transformers' `from_pretrained` sets on a model for its `to` and `save_pretrained`."""
-HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "revision", "token")
 
 
 def copy_loading(source: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -88,7 +83,6 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         revision: str | None = None,
         device_map: Any = None,
         quantization_config: Any = None,
-        **unknown: Any,
     ) -> Self:
         """The target at `path` (folder or hub id), in eval mode, with a draft.
 
@@ -99,30 +93,15 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         revision, device_map, quantization_config: as in transformers, for the target; one device for the whole target.
         gradient_checkpointing recomputes the draft layer in backward. window, kv_layers, target_feature, mlp_size: see
         `DraftOptions`; None is the saved draft's own value, else the published one. architecture, architecture_options:
-        of a draft that is not GLIDE (see docs/own-draft.md); None is the saved draft's own. ignore_mismatched_sizes has
-        no effect; published configs contain it. draft_vocabulary: the token ids that a fresh draft proposes, None for
-        all.
-        Raises UserError, also for unknown arguments and a draft that does not fit.
+        see docs/own-draft.md. ignore_mismatched_sizes has no effect; published configs contain it. draft_vocabulary:
+        the token ids that a fresh draft proposes, None for all.
+        Raises UserError, also for a draft that does not fit.
         """
-        if unknown:
-            raise UserError(f"{cls.__name__}.from_pretrained: no argument {', '.join(sorted(unknown))}")
-        for name, value, types in (
-            ("path", path, str | os.PathLike),
-            ("glide_path", glide_path, str | os.PathLike | None),
-            ("state_dict", state_dict, Mapping | None),
-            ("pad_token_id", pad_token_id, int | None),
-        ):
-            if not isinstance(value, types) or isinstance(value, bool):
-                raise UserError(f"{name}: a {type(value).__name__}; see {cls.__name__}.from_pretrained")
-
-        # An argument takes precedence over the state dict's metadata.
-        glide = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature, "mlp_size": mlp_size}
-        named: dict[str, Any] = {OPTION_KEYS[name]: value for name, value in glide.items() if value is not None}
-        named |= {} if architecture is None else {ARCHITECTURE_KEY: architecture}
-        named |= {} if not architecture_options else {OPTIONS_KEY: architecture_options}
-        saved = getattr(state_dict, "_metadata", None)  # of a state dict that torch.load read from a draft's .pth file
-        stated = stated_options(saved.get("") if isinstance(saved, Mapping) else None) | named
-        options_of(stated)
+        given: dict[str, Any] = {"window": window, "kv_layers": kv_layers, "target_feature": target_feature}
+        given |= {"mlp_size": mlp_size, "architecture": architecture, **(architecture_options or {})}
+        # The metadata of a state dict that torch.load read from a draft's .pth file.
+        asked = stated_options(getattr(state_dict, "_metadata", {}).get("", {}))
+        asked |= {name: value for name, value in given.items() if value is not None}
 
         config = read_config(path, revision)
         if state_dict is None and glide_path is None:
@@ -136,7 +115,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         # transformers renamed torch_dtype to dtype; both are accepted.
         dtype = dtype or torch_dtype or "auto"
         loading = {"revision": revision, "device_map": device_map, "quantization_config": quantization_config}
-        options = asked_options(stated, glide_path)
+        options = asked_options(asked, glide_path)
         model = cls(config, path, glide_path, dtype, attn_implementation, options=options, **loading)
         if vocabulary is not None:
             model.draft_model.set_vocabulary(vocabulary)
@@ -163,44 +142,29 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         self,
         save_directory: str | Path,
         is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
         """Save the target as transformers does and the draft, with its options, in the subfolder `draft`.
 
-        `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. state_dict: weights
-        of the whole pair to save instead of the current ones. push_to_hub uploads both. Other arguments are those of
-        transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
-        push_to_hub with a state_dict.
+        `from_pretrained` of the folder loads the pair; for transformers it is an ordinary target. Other arguments are
+        those of transformers' `save_pretrained`. Raises UserError on a rank that has only a part of the target, and for
+        arguments that would lose the draft.
         """
         if model_parallel_rank_and_size()[1] > 1:
             raise UserError("save_pretrained: this rank has only a part of the target; save in a single process")
-        if push_to_hub and state_dict is not None:
-            raise UserError("push_to_hub: not with state_dict; save without it, then run `hf upload` on the folder")
-        folder = Path(save_directory)
-        if (folder / DRAFT_FOLDER).is_symlink():
-            raise UserError(f"{folder / DRAFT_FOLDER}: a link; remove it, because the draft is saved in this folder")
-
-        # transformers would upload the target alone, before the draft is written.
-        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
-        target = None
-        draft = self.draft_model.state_dict()
-        if state_dict is not None:
-            target = {name: weight for name, weight in state_dict.items() if not name.startswith(DRAFT_PREFIX)}
-            draft = fit_draft(state_dict, self.draft_model, "state_dict")
+        if kwargs.get("push_to_hub") or kwargs.get("state_dict"):
+            raise UserError("save_pretrained: takes neither push_to_hub nor state_dict; call push_to_hub() instead")
         # An ordinary transformers model that shares the target's modules. Those that are replaced take no memory.
         with torch.device("meta"):
             alone = self.target_class(copy.deepcopy(self.config))
         alone.model, alone.lm_head, alone.generation_config = self.model, self.lm_head, self.generation_config
         copy_loading(self, alone)
-        alone.save_pretrained(folder, is_main_process, target, **kwargs)
+        alone.save_pretrained(save_directory, is_main_process, **kwargs)
         if is_main_process:
-            options = self.draft_model.options
+            draft, options = self.draft_model.state_dict(), self.draft_model.options
             sample = self.draft_target or take_sample(self, str(self.config.name_or_path))
-            save_draft_folder(draft, self.config, folder / DRAFT_FOLDER, options, self.draft_is_trained, sample)
-            if push_to_hub:
-                self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+            folder = Path(save_directory, DRAFT_FOLDER)
+            save_draft_folder(draft, self.config, folder, options, self.draft_is_trained, sample)
 
     @classmethod
     def check_family(cls, config: PreTrainedConfig, path: str | Path) -> None:
@@ -220,18 +184,13 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
         return target
 
     def _read_target(self, config: PreTrainedConfig, path: str | Path, options: dict[str, Any]) -> PreTrainedModel:
-        """The weights of the target, or of this rank's part of it, in modules of `config`. options: arguments of
-        transformers' `from_pretrained`."""
-        folder = self.shard_path(path)
-        check_target_path(folder)
-        revision = options.get("revision")
+        """The weights of the target, or of this rank's part of it, in modules of `config`."""
+        folder = local_target(self.shard_path(path), options.pop("revision", None))
         rank, world = model_parallel_rank_and_size()
-        is_cut = world > 1 and not has_parts(path, world)
-        if is_cut:
-            folder = str(local_target(folder, options.pop("revision", None)))
-        check_weights(folder, config, revision)
-        if is_cut:  # only this rank's part of each weight is read
-            options["state_dict"] = read_part(Path(folder), rank, world)
+        check_no_adapter(folder)
+        check_weights(folder, config)
+        if world > 1 and not has_parts(path, world):  # only this rank's part of each weight is read
+            options["state_dict"] = cut_weights(stored_weights(folder), rank, world)
         elif (
             options["dtype"] not in ("auto", config.dtype)
             and options.get("quantization_config") is None
@@ -239,26 +198,20 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             and not is_deepspeed_zero3_enabled()
         ):
             # The weights are cast: transformers would keep whole files in memory, next to those of another dtype.
-            options["state_dict"] = stored_weights(Path(folder))
+            options["state_dict"] = stored_weights(folder)
         has_weights = options.get("state_dict") is not None
         options |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
-        # Files on disk are read in seconds. A download keeps its bars.
-        is_local = has_weights or Path(folder).is_dir() or cached_folder(folder, revision) is not None
-        with weight_errors(f"{folder}: the target's weights do not load"), without_bar() if is_local else nullcontext():
+        with weight_errors(f"{folder}: the target's weights do not load"), without_bar():
             target, info = self.target_class.from_pretrained(None if has_weights else folder, **options)
-            if has_weights:
-                target.config.name_or_path = target.name_or_path = folder
-                if Path(folder, "generation_config.json").is_file():
-                    target.generation_config = GenerationConfig.from_pretrained(folder)
+            target.config.name_or_path = target.name_or_path = str(path)
+            if has_weights and (folder / "generation_config.json").is_file():
+                target.generation_config = GenerationConfig.from_pretrained(folder)
         # transformers initializes missing weights at random and only warns.
         if absent := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
             raise UserError(
                 f"{folder}: incomplete target: {len(absent)} weights are missing or have the wrong shape, such as "
                 f"{absent[0]}"
             )
-        if not Path(folder).is_dir():
-            check_no_adapter(folder, revision)
-            check_weights(folder, config, revision)  # now they are in the hub's cache
         check_all_used(info["unexpected_keys"], folder, config)
         # The draft, its cache and the target's last layer exchange tensors in every round.
         if len(devices := sorted({str(p.device) for p in target.parameters()})) > 1:

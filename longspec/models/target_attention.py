@@ -18,13 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from longspec.kernels.shared.attention import Attend
-from longspec.models.draft import KeysValues, Rope
-from longspec.models.draft_layer import rotate
+from longspec.models.draft import KeysValues
 
 ATTENTION_NAME = "longspec"
-
-ROTATION = "rotated"
-"""Attribute of an attention module that rotates with another function than `rotated`, of the same signature."""
 
 
 def _attention(
@@ -111,38 +107,3 @@ def run_backbone(backbone: nn.Module, input_ids: Tensor, positions: Tensor, cach
         attend=attend,
     )
     return output.last_hidden_state
-
-
-def last_keys_values(
-    backbone: nn.Module, embeddings: Tensor, rope: Rope, positions: Tensor, attend: Attend, others: Sequence[int] = ()
-) -> list[KeysValues]:
-    """Keys and values of the last layer, then those of the layers `others`. The pass stops before the last attention.
-    embeddings [B, T, hidden] of the tokens, their rotary table and positions [B, T]. The results are bitwise equal to
-    those that `run_backbone` writes to a cache."""
-    # The draft reads K and V of the last layer, which depend on the layers before it only.
-    *before, last = backbone.layers  # type: ignore[misc, union-attr]
-    kept = ChosenKV(others)
-    hidden = embeddings
-    for layer in before:
-        hidden = layer(hidden, position_ids=positions, position_embeddings=rope, past_key_values=kept, attend=attend)
-
-    # The draft reads only keys and values of the last layer, so its attention and MLP are skipped.
-    attention = last.self_attn
-    hidden = last.input_layernorm(hidden)
-    keys = projected_heads(attention, "k", hidden)
-    values = projected_heads(attention, "v", hidden).transpose(1, 2)
-    keys = getattr(attention, ROTATION, rotated)(keys, rope)
-    return [(keys, values), *kept.kept.values()]
-
-
-def projected_heads(attention: Any, name: str, hidden: Tensor) -> Tensor:
-    """Heads [B, T, H, D] of the queries, keys or values (`name`: q, k, v) of hidden states [B, T, hidden]. Each head is
-    normalized where the family does so. Modules are called, so that hooks on them run."""
-    heads = getattr(attention, f"{name}_proj")(hidden).unflatten(-1, (-1, attention.head_dim))
-    norm = getattr(attention, f"{name}_norm", None)
-    return heads if norm is None else norm(heads)
-
-
-def rotated(heads: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of heads [B, T, H, D], as transformers computes it: [B, H, T, D]."""
-    return rotate(heads.transpose(1, 2), rope)

@@ -1,23 +1,20 @@
 """The user's cache of converted targets: GGUF files, and the targets that have a name."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
-from longspec.digests import file_digests
 from longspec.errors import UserError, first_line
-from longspec.models.packaged_targets import PACKAGED, fetched_folder
+from longspec.models.packaged_targets import PACKAGED, check_reachable
 from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
 CONVERSION = 2
-"""Version of the conversion and its manifest. Folders of other versions are ignored."""
-MANIFEST = "conversion.json"
+"""Version of the conversion. Folders of other versions are ignored."""
 
 
 def resolve_target(target: str) -> str:
@@ -42,48 +39,58 @@ def _packaged_folder(name: str) -> Path:
     target = PACKAGED[name]
     if target.hub_id is not None and (cached := _whole_download(target.hub_id)) is not None:
         return cached
+    # Once they are converted, the wheels are no longer needed.
+    if (folder := _folder(target.stem, target.sha256)).is_dir():
+        return folder
     parts = target.installed_parts()
     if len(parts) == len(target.packages):
         return converted(parts, target.stem, target.sha256)
-    # Once they are converted, the wheels are no longer needed.
-    if _is_whole(folder := _folder(target.stem, target.sha256), target.sha256):
-        return folder
     problem = f"{name}: {target.absence()}"
     if target.hub_id is None:
         raise UserError(problem)
-    return fetched_folder(target.hub_id, problem)
+    from longspec.models.target_files import local_target  # imports torch
+
+    try:
+        check_reachable(target.hub_id)
+        return local_target(target.hub_id)
+    except UserError as error:
+        raise UserError(f"{problem}, or fetch {target.hub_id} where the hub can be reached ({error})") from error
 
 
 def _whole_download(hub_id: str) -> Path | None:
-    """The folder of a model in the hub's cache, None unless it is complete."""
-    from longspec.models.weight_files import cached_folder  # imports torch
+    """The folder of a model in the hub's cache, None unless it is complete. Does not use the network."""
+    from huggingface_hub import snapshot_download
 
-    folder = cached_folder(hub_id)
+    from longspec.models.weight_files import weight_files  # imports torch
+
+    try:
+        folder = Path(snapshot_download(hub_id, local_files_only=True))
+        weight_files(folder)
+    except (OSError, UserError):
+        return None
     # An interrupted download may have left any part of the files.
-    whole = folder is not None and all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
-    return folder if whole else None
+    return folder if all((folder / name).is_file() for name in ("config.json", "tokenizer.json")) else None
 
 
 def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> Path:
-    """The folder with the converted model of a GGUF file. Converts it unless the cache has an undamaged copy.
+    """The folder with the converted model of a GGUF file. Converts it unless it is in the cache.
 
     parts: the file, or consecutive parts of it. stem: start of the folder's name. expected: the file's SHA-256, in hex;
     the parts are read only if they must be converted. Safe to call from several processes at once. Raises UserError.
     """
-    source = str(parts[0]) if parts else stem
     try:
-        digest = expected or _digest(*parts)
-        folder = _folder(stem, digest)
-        if _is_whole(folder, digest):
+        folder = _folder(stem, expected or _digest(parts))
+        if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(folder.name + ".lock")):
-            if not _is_whole(folder, digest):  # another process may have converted it meanwhile
-                if expected is not None and (found := _digest(*parts)) != expected:
-                    raise UserError(f"{source}: damaged (its SHA-256 is {found}, not {expected}); install it again")
-                _convert(parts, digest, folder)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():  # another process may have converted it meanwhile
+                if expected is not None and (found := _digest(parts)) != expected:
+                    raise UserError(f"{parts[0]}: damaged (its SHA-256 is {found}, not {expected}); install it again")
+                _convert(parts, folder)
     except OSError as error:
-        raise UserError(f"{source}: cannot be converted into {user_cache('targets')} ({first_line(error)})") from error
+        problem = f"cannot be converted into {user_cache('targets')} ({first_line(error)})"
+        raise UserError(f"{parts[0]}: {problem}") from error
     return folder
 
 
@@ -92,11 +99,9 @@ def _folder(stem: str, digest: str) -> Path:
     return user_cache("targets") / f"{stem}-{digest[:16]}-{CONVERSION}"
 
 
-def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
+def _convert(parts: Sequence[Path], folder: Path) -> None:
     from longspec.models.gguf import convert_gguf  # imports torch
 
-    if folder.exists():
-        shutil.rmtree(folder)
     with replacing(folder, folder=True) as unfinished:
         joined = unfinished / f"joined{SUFFIX}"
         if len(parts) > 1:  # gguf maps a single file into memory
@@ -106,30 +111,9 @@ def _convert(parts: Sequence[Path], digest: str, folder: Path) -> None:
                         shutil.copyfileobj(handle, whole)
         convert_gguf(joined if len(parts) > 1 else parts[0], unfinished)
         joined.unlink(missing_ok=True)
-        names = sorted(path.name for path in unfinished.iterdir())
-        # Written last, so that a folder without it is not whole.
-        manifest = {"source": parts[0].name, "source_sha256": digest, "digests": _digests(unfinished, names)}
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _is_whole(folder: Path, digest: str) -> bool:
-    """Whether `folder` holds the conversion of the file with that digest, and all its files are unchanged.
-
-    Every start of a command asks this, so large files are sampled (see `file_digest`).
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        written = _digests(folder, list(manifest["digests"]))
-        return manifest["source_sha256"] == digest and manifest["digests"] == written
-    except (UserError, OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    return dict(zip(names, file_digests(folder / name for name in names), strict=True))
-
-
-def _digest(*files: Path) -> str:
+def _digest(files: Sequence[Path]) -> str:
     """The SHA-256 of the concatenated files, in hex."""
     digest = hashlib.sha256()
     for file in files:

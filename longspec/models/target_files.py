@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
-from transformers.utils import find_adapter_config_file
 
 from longspec.chat_template import replace_template, template_text
 from longspec.errors import UserError, first_line, os_errors
 from longspec.models.packaged_targets import check_reachable
-from longspec.untrusted import CONFIG_BYTES, check_regular
+from longspec.untrusted import check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ADAPTER_FILES = (
@@ -30,25 +28,23 @@ ADAPTER_FILES = (
     "lit_model*.lora*",
 )
 """Files of PEFT, MLX, diffusers, torchtune and LitGPT."""
-HUB_ERRORS = (OSError, HFValidationError)
-FILE_ERRORS = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
-    *(ImportError, StrictDataclassError),
-)
-"""Exceptions of transformers and tokenizers for damaged configuration and tokenizer files."""
+TARGET_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
+"""Files of a target that are fetched from the hub."""
+ORIGINAL_PATTERNS = ("original/*", "consolidated*")
+"""Copies of the weights in other formats, in repositories of Llama and Mistral."""
+TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 TOKENIZER_BYTES = 2**26
-"""Size limit of a tokenizer file; the largest published ones have about 35 MB."""
+"""Size limit of a tokenizer or a configuration; the largest published ones have about 35 MB."""
 MAX_LAYERS = 1024
 TemplateArguments = Mapping[str, Any] | str | None
 """Variables of a chat template with their values: a mapping, or a JSON object as the commands take it."""
-CONFIG_NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 RESCALED_BY_LENGTH = ("dynamic", "longrope")
 
 
 def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The transformers config of a target folder or hub id. Runs no remote code. Raises UserError if there is none."""
     check_target_path(path)
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):  # unlike pathlib, does not raise for impossible names
         check_reachable(str(path), revision)
     else:
         check_no_adapter(path)
@@ -56,10 +52,11 @@ def read_config(path: str | Path, revision: str | None = None) -> PreTrainedConf
         if not (Path(path) / "config.json").is_file():
             raise UserError(f"{path}: no model checkpoint (no config.json there); give a target's folder or hub id")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, **at_revision(revision))
-    except FILE_ERRORS as error:
-        reason = first_line(error)
-        raise UserError(f"{path}: no model checkpoint there ({reason}); give a target's folder or hub id") from error
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, revision=revision or "main")
+    except Exception as error:  # transformers raises a dozen kinds for damaged files
+        where = "there" if os.path.isdir(path) else "and no such folder"
+        reason = f"{first_line(error)}); give a target's folder or hub id"
+        raise UserError(f"{path}: no model checkpoint {where} ({reason}") from error
 
 
 def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
@@ -72,54 +69,31 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
     return dtype
 
 
-def check_no_adapter(path: str | Path, revision: str | None = None) -> None:
-    """Raise UserError for a folder or hub id with a LoRA or other PEFT adapter, which would not be applied."""
-    if os.path.isdir(path):
-        found = [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]
-    else:
-        found = [Path(file)] if (file := find_adapter_config_file(str(path), revision=revision)) else []
-    if found:
+def check_no_adapter(path: str | Path) -> None:
+    """Raise UserError for a folder with a LoRA or other PEFT adapter, which would not be applied."""
+    if found := [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]:
         raise UserError(
             f"{path}: holds an adapter ({found[0].name}), which would not be applied; merge it into its model with "
             "peft's merge_and_unload(), save that and give its folder, or remove the adapter's files"
         )
 
 
-def at_revision(revision: str | None) -> dict[str, str]:
-    """The keyword argument for a revision on the hub; none for the default revision."""
-    return {} if revision is None else {"revision": revision}
-
-
 def check_target_path(path: str | Path) -> None:
-    """Raise UserError unless `path` is a folder of regular files or could be a hub id."""
+    """Raise UserError for a file, and for a folder with files that are not regular."""
     if os.path.isdir(path):
         check_files(Path(path))
-    elif os.path.exists(path):  # unlike pathlib, does not raise for impossible names
+    elif os.path.exists(path):
         raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
-    else:
-        check_hub_id(path, "no model checkpoint (no such folder); give a target's folder or hub id")
-
-
-def check_hub_id(path: str | Path, problem: str) -> None:
-    """Raise UserError with the text `problem` unless a path that is not on disk could be a hub id."""
-    try:
-        validate_repo_id(str(path))
-    except HFValidationError as error:
-        raise UserError(f"{path}: {problem}") from error
 
 
 def check_files(folder: Path) -> None:
-    """Raise UserError for a file in a model's folder that is not regular or too large for a configuration. transformers
-    and tokenizers would block on a pipe, and read a file of any size into memory. Links are followed, because the hub's
-    cache consists of them."""
-    # A tokenizer may be large, a configuration never is.
-    limits = {".json": TOKENIZER_BYTES, ".jinja": CONFIG_BYTES, ".model": TOKENIZER_BYTES, ".txt": TOKENIZER_BYTES}
+    """Raise UserError for a file in a model's folder that is not regular, or too large to be read into memory.
+    transformers and tokenizers would block on a pipe. Links are followed, because the hub's cache consists of them."""
     with os_errors(f"{folder}: cannot be read"):
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
     for file in files:
         if file.exists() and not file.is_dir():
-            limit = CONFIG_BYTES if file.name in CONFIG_NAMES else limits.get(file.suffix)
-            check_regular(file, limit)
+            check_regular(file, TOKENIZER_BYTES if file.suffix in TEXT_FILES else None)
 
 
 def read_generation_config(path: str | Path, config: PreTrainedConfig) -> GenerationConfig:
@@ -129,7 +103,7 @@ def read_generation_config(path: str | Path, config: PreTrainedConfig) -> Genera
         check_files(Path(path))
     try:
         generation = GenerationConfig.from_pretrained(path)
-    except FILE_ERRORS as error:
+    except Exception as error:
         if (Path(path) / "generation_config.json").exists():
             raise UserError(f"{path}: generation_config.json does not load ({first_line(error)})") from error
         generation = GenerationConfig.from_model_config(config)
@@ -158,18 +132,22 @@ def _as_list(ids: Any) -> list[Any]:
 
 
 def local_target(target: str, revision: str | None = None) -> Path:
-    """The folder of a target; a hub id is fetched. Raises UserError."""
+    """The folder of a target; a hub id is fetched, unless its cache has the files. Raises UserError."""
     check_target_path(target)
     if Path(target).is_dir():
         return Path(target)
-    return fetched(target, "neither a folder nor a hub id", revision=revision)
+    options = {"revision": revision, "ignore_patterns": ORIGINAL_PATTERNS}
+    folder = fetched(target, "no model checkpoint", **options, allow_patterns=TARGET_PATTERNS)
+    if not any(folder.glob("*.safetensors")):
+        folder = fetched(target, "no model checkpoint", **options, allow_patterns="*.bin")
+    return folder
 
 
 def fetched(hub_id: str | Path, problem: str, **options: Any) -> Path:
     """The folder of a repository of the hub. options: of `snapshot_download`. problem: the text of the UserError."""
     try:
         return Path(snapshot_download(str(hub_id), **options))
-    except HUB_ERRORS as error:
+    except (OSError, HFValidationError) as error:
         raise UserError(f"{hub_id}: {problem} ({first_line(error)})") from error
 
 
@@ -192,7 +170,7 @@ def without_memory(config: PreTrainedConfig) -> Iterator[None]:
     try:
         with torch.device("meta"):
             yield
-    except (*FILE_ERRORS, RuntimeError) as error:
+    except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{config.name_or_path}: no model can be built from its config.json ({reason})") from error
 

@@ -11,10 +11,8 @@ from longspec.kernels.shared.device import upload
 from longspec.kernels.training.segments import Segments
 from longspec.models.draft import TargetStates
 
-TargetPass = Callable[[Tensor, Tensor, Segments, bool], TargetStates]
-"""(input_ids, position_ids [B, T], segments, whole) -> result. A whole pass computes the last layer's output, too."""
-Kind = tuple[torch.Size, bool]
-"""Passes that share a graph: their shape [B, T], and whether they are whole."""
+TargetPass = Callable[[Tensor, Tensor, Segments], TargetStates]
+"""(input_ids, position_ids [B, T], segments) -> result"""
 MOST_WORK = 10**11
 """Largest product (weights per layer) · (tokens) of a captured pass. Beyond it a layer runs for longer than its launch
 takes (0.5 ms by estimate), so a graph saves nothing."""
@@ -22,57 +20,57 @@ MOST_SEGMENTS = 255
 """Maximum number of segments of a captured pass."""
 MOST_GRAPHS = 2
 RUNS_BEFORE = 2
-"""Number of uncaptured passes of a kind. After them its kernels are compiled, and the kind is likely to recur."""
+"""Number of uncaptured passes of a shape. After them its kernels are compiled, and the shape is likely to recur."""
 
 
 class TargetGraphs:
-    """A target's pass, captured for the first MOST_GRAPHS kinds that repeat. Other passes run kernel by kernel.
+    """A target's pass, captured for the first MOST_GRAPHS shapes [B, T] that repeat. Other passes run kernel by kernel.
 
     The attention must be FlashAttention's (`varlen_flash.runs`), which reads segment borders only on the device. A
-    result is overwritten by the next pass of the same kind.
+    result is overwritten by the next pass of the same shape.
     """
 
     def __init__(self, run: TargetPass, layer_weights: int) -> None:
         """layer_weights: number of weights per layer."""
         self.run, self.layer_weights = run, layer_weights
-        self.seen: Counter[Kind] = Counter()
-        self.graphs: dict[Kind, _Graph] = {}
-        self.begun: tuple[Tensor, bool] | None = None
-        """Input ids of a pass that `begin` started, and whether it is whole."""
+        self.seen: Counter[torch.Size] = Counter()
+        self.graphs: dict[torch.Size, _Graph] = {}
+        self.begun: Tensor | None = None
+        """Input ids of a pass that `begin` started."""
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> TargetStates:
-        kind = input_ids.shape, whole
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> TargetStates:
+        shape = input_ids.shape
         segments.check(input_ids.numel())
 
         begun, self.begun = self.begun, None
         if begun is not None:
             # `begin` ran on another stream; its result must not be read early.
             torch.cuda.current_stream().wait_stream(self.stream)
-            if begun[0] is input_ids and begun[1] == whole:
-                return self.graphs[kind].result
+            if begun is input_ids:
+                return self.graphs[shape].result
 
         if self.layer_weights * input_ids.numel() > MOST_WORK or len(segments.lengths) > MOST_SEGMENTS:
-            return self.run(input_ids, position_ids, segments, whole)
-        self.seen[kind] += 1
-        if kind not in self.graphs:
-            if self.seen[kind] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
-                return self.run(input_ids, position_ids, segments, whole)
+            return self.run(input_ids, position_ids, segments)
+        self.seen[shape] += 1
+        if shape not in self.graphs:
+            if self.seen[shape] <= RUNS_BEFORE or len(self.graphs) == MOST_GRAPHS:
+                return self.run(input_ids, position_ids, segments)
             # Capture does not run the pass; the call below does.
-            self.graphs[kind] = _Graph(self.run, input_ids, position_ids, segments, whole)
-        return self.graphs[kind](input_ids, position_ids, segments)
+            self.graphs[shape] = _Graph(self.run, input_ids, position_ids, segments)
+        return self.graphs[shape](input_ids, position_ids, segments)
 
-    def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> None:
+    def begin(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> None:
         """Start a captured pass on a stream of its own, after the work that is queued on the current stream. If the
         next call has the same `input_ids`, it waits for this pass and returns its result. The caller keeps the inputs
         alive until then."""
-        # A pass is captured in `__call__` only, so the first steps of a kind start nothing early.
-        graph = self.graphs.get((input_ids.shape, whole))
+        # A pass is captured in `__call__` only, so the first steps of a shape start nothing early.
+        graph = self.graphs.get(input_ids.shape)
         if graph is None or len(segments.lengths) > MOST_SEGMENTS:
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             graph(input_ids, position_ids, segments)
-        self.begun = input_ids, whole
+        self.begun = input_ids
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
@@ -80,11 +78,9 @@ class TargetGraphs:
 
 
 class _Graph:
-    """The captured pass of one kind, with fixed input and output tensors."""
+    """The captured pass of one shape, with fixed input and output tensors."""
 
-    def __init__(
-        self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool
-    ) -> None:
+    def __init__(self, run: TargetPass, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> None:
         # A graph replays fixed addresses: each call copies its inputs here.
         self.input_ids = input_ids.clone()
         self.position_ids = position_ids.clone()
@@ -92,7 +88,7 @@ class _Graph:
         borders = _FixedSegments(self.bounds, tokens=input_ids.numel(), longest=input_ids.shape[1])
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.result = run(self.input_ids, self.position_ids, borders, whole)
+            self.result = run(self.input_ids, self.position_ids, borders)
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> TargetStates:
         self.input_ids.copy_(input_ids)

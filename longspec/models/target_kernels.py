@@ -14,7 +14,6 @@ from transformers.activations import SiLUActivation
 
 from longspec.kernels.triton.elementwise import rms_norm, rotate_queries, swiglu
 from longspec.models.draft_layer import GlideDecoderLayer, Rope
-from longspec.models.target_attention import ROTATION, projected_heads
 
 
 def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
@@ -24,7 +23,6 @@ def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:
             module.forward = MethodType(_norm, module)
     for layer in backbone.layers:
         layer.self_attn.forward = MethodType(_attention, layer.self_attn)
-        setattr(layer.self_attn, ROTATION, _rotated)
         if type(layer.mlp) is family.mlp_class and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
             layer.mlp.forward = MethodType(_mlp, layer.mlp)
 
@@ -54,17 +52,25 @@ def _attention(
         return type(module).forward(
             module, hidden_states, position_embeddings=position_embeddings, past_key_values=past_key_values, **kwargs
         )
-    queries = _rotated(projected_heads(module, "q", hidden_states), position_embeddings)
-    keys = _rotated(projected_heads(module, "k", hidden_states), position_embeddings)
-    values = projected_heads(module, "v", hidden_states).transpose(1, 2)
+    queries = _rotated(_projected_heads(module, "q", hidden_states), position_embeddings)
+    keys = _rotated(_projected_heads(module, "k", hidden_states), position_embeddings)
+    values = _projected_heads(module, "v", hidden_states).transpose(1, 2)
     if past_key_values is not None:
         keys, values = past_key_values.update(keys, values, module.layer_idx)
     heads = attend(queries, keys, values, module.scaling)
     return module.o_proj(heads.transpose(1, 2).flatten(2)), None
 
 
+def _projected_heads(attention: Any, name: str, hidden: Tensor) -> Tensor:
+    """Heads [B, T, H, D] of the queries, keys or values (`name`: q, k, v) of hidden states [B, T, hidden]. Each head is
+    normalized where the family does so. Modules are called, so that hooks on them run."""
+    heads = getattr(attention, f"{name}_proj")(hidden).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, f"{name}_norm", None)
+    return heads if norm is None else norm(heads)
+
+
 def _rotated(heads: Tensor, rope: Rope) -> Tensor:
-    """`target_attention.rotated` by the kernel."""
+    """Rotary embedding of heads [B, T, H, D]: [B, H, T, D]."""
     cos, sin = (table.expand(*heads.shape[:2], -1).flatten(0, 1).contiguous() for table in rope)
     rows = torch.arange(len(cos), device=heads.device).view(heads.shape[:2])
     return rotate_queries(heads.flatten(2).contiguous(), rows, (cos, sin), heads.shape[-1])

@@ -14,7 +14,7 @@ from longspec.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_KEYS = NAME_KEY, VALUES_KEY = "draft_target", "draft_target_sample"
+NAME_KEY, VALUES_KEY = "draft_target", "draft_target_sample"
 """Keys in a draft's `config.json` and in the metadata of its weight file."""
 ROWS, COLUMNS = 8, 16
 TOLERANCE = 2**-8
@@ -57,12 +57,11 @@ def read_sample(entries: Mapping[str, Any], source: str) -> TargetSample | None:
     """The sample in the entries of a draft's files; None if there is none. Raises UserError."""
     if VALUES_KEY not in entries:
         return None
-    name, values = entries.get(NAME_KEY), entries[VALUES_KEY]
+    values = entries[VALUES_KEY]
     is_list = isinstance(values, list) and len(values) == ROWS * COLUMNS
-    if not is_list or not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
+    if not is_list or not all(isinstance(value, float | int) for value in values):
         raise UserError(f"{source}{VALUES_KEY}: must be a list of {ROWS * COLUMNS} numbers")
-    label = name if isinstance(name, str) and name.isprintable() and len(name) <= 200 else "another target"
-    return TargetSample(label, tuple(map(float, values)))
+    return TargetSample(str(entries.get(NAME_KEY, "another target")), tuple(map(float, values)))
 
 
 def warn_if_other_target(saved: TargetSample | None, own: TargetSample | None, draft: str) -> None:

@@ -6,24 +6,22 @@ of the vocabulary's rows (the last rank may get fewer). All ranks get the norms.
 """
 
 import copy
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
 from longspec.models.target_files import read_config
 from longspec.models.weight_checks import check_weights
-from longspec.models.weight_files import is_plain, opened, weight_files
+from longspec.models.weight_files import FLOATING, stored_weights
 from longspec.replacing import replacing
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -122,74 +120,38 @@ def _share(size: int, rank: int, world: int) -> slice:
 
 def split_target(source: Path, output: Path, world: int) -> None:
     """Write the target in `source` to the folder `output`: a folder per rank, and the target's config and tokenizer.
-    Reads one weight file at a time and writes it for one rank at a time. `output` must not exist; it appears once it is
-    complete. Raises UserError for a target that cannot be split or read."""
+    One rank's part is in memory at a time. `output` must not exist; it appears once it is complete. Raises UserError
+    for a target that cannot be split or read."""
     config = read_config(source)
     check_divisible(config, world, source)
-    files = weight_files(source)
+    weights = stored_weights(source)
     if output.exists():
         raise UserError(f"{output}: exists already; give another folder, or remove it")
 
     try:
         with replacing(output, folder=True) as unfinished:
-            _write_split(config, files, unfinished, world)
+            for rank in range(world):
+                folder = unfinished / rank_folder(rank, world)
+                rank_config(config, rank, world).save_pretrained(folder)
+                save_torch_state_dict(cut_weights(weights, rank, world), folder)
+                _copy_files(source, folder, ("generation_config.json",))
             _copy_files(source, unfinished, SIDE_FILES)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{output}: cannot be written ({first_line(error)})") from error
 
 
-def _write_split(config: PreTrainedConfig, files: list[Path], output: Path, world: int) -> None:
-    """Write a folder per rank to the folder `output`. files: the target's weights."""
-    folders = [output / rank_folder(rank, world) for rank in range(world)]
-    for rank, folder in enumerate(folders):
-        rank_config(config, rank, world).save_pretrained(folder)
-        _copy_files(files[0].parent, folder, ("generation_config.json",))
-
-    # One weight file is open at a time, because a target may exceed the host's memory.
-    for number, file in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with opened(file) as weights:
-            for rank, folder in enumerate(folders):
-                save_file(cut_weights(weights, rank, world), folder / name, metadata={"format": "pt"})
-
-    for folder in folders:
-        _write_index(folder)
-
-
 def cut_weights(weights: Mapping[str, Any], rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's parts of weights, which are tensors or safetensors slices. The parts own their memory. Raises
-    UserError (see `part_of`)."""
+    """One rank's parts of weights, tensors or StoredWeights. The parts own their memory. Raises UserError (see
+    `part_of`)."""
     parts: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        shape = weight.shape if isinstance(weight, Tensor) else weight.get_shape()
-        part = weight[part_of(name, tuple(shape), rank, world)]
-        if not is_plain(part):
+        part = weight[part_of(name, tuple(weight.shape), rank, world)]
+        if part.dtype not in FLOATING:
             raise UserError(f"weight {name}: stored as {part.dtype}; use the target's unquantized weights")
         parts[name] = part.clone(memory_format=torch.contiguous_format)  # weights of a .bin file may share storage
         if rank and is_added_once(name):
             parts[name].zero_()
     return parts
-
-
-def read_part(source: Path, rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's part of the target in the folder `source`, which is not split. Raises UserError."""
-    parts: dict[str, Tensor] = {}
-    for file in weight_files(source):
-        with opened(file) as weights:
-            parts |= cut_weights(weights, rank, world)
-    return parts
-
-
-def _write_index(folder: Path) -> None:
-    """Write the index from which transformers learns which file holds a weight."""
-    owners: dict[str, str] = {}
-    size = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as weights:
-            owners |= dict.fromkeys(weights.keys(), file.name)
-        size += file.stat().st_size
-    index = {"metadata": {"total_size": size}, "weight_map": owners}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
 
 def _copy_files(source: Path, folder: Path, patterns: tuple[str, ...]) -> None:

@@ -1,39 +1,30 @@
 """Reads weight files from untrusted sources without running code in them, and matrices that are stored in 8 bits."""
 
 import json
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, TypeGuard
-from zipfile import BadZipFile
+from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 
 from longspec.errors import UserError, first_line
-from longspec.models.draft_vocabulary import MAPS
-from longspec.models.target_files import HUB_ERRORS
 from longspec.untrusted import check_regular
 
-WEIGHT_ERRORS = (
-    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
-    *(ImportError, EOFError, MemoryError, BadZipFile, struct.error, SafetensorError, UnpicklingError),
-)
-"""Exceptions of torch and safetensors for weight files that are truncated, contain code or are not weights."""
 LFS_POINTER = b"version https://git-lfs"
 SCALE = "_scale"
 """Suffix of the name of a matrix's scales."""
 LARGEST = 127
-PICKLE_BYTES = 2**24
-"""Size limit of the pickle inside a `.pth` archive, which holds names and shapes."""
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that need no scale."""
 
 
 def weight_files(source: Path) -> list[Path]:
@@ -42,10 +33,8 @@ def weight_files(source: Path) -> list[Path]:
         if (source / whole).is_file():
             return [source / whole]
         if (source / index).is_file():
-            try:
+            with weight_errors(f"{source / index}: not a readable index"):
                 names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise UserError(f"{source / index}: not a readable index ({first_line(error)})") from error
             if absent := [name for name in names if not (source / name).is_file()]:
                 raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
             return [source / name for name in names]
@@ -54,16 +43,6 @@ def weight_files(source: Path) -> list[Path]:
         world = part.name.rpartition("-")[2]
         raise UserError(f"{source}: a target split for {world} ranks; it needs tp_size {world}")
     raise UserError(f"{source}: no model checkpoint (no {SAFE_WEIGHTS_NAME} or {WEIGHTS_NAME}, whole or with an index)")
-
-
-def cached_folder(hub_id: str, revision: str | None = None) -> Path | None:
-    """The folder of a target in the hub's cache, if it holds all weights. Does not use the network."""
-    try:
-        folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
-        weight_files(folder)
-    except (*HUB_ERRORS, UserError):
-        return None
-    return folder
 
 
 def check_start(file: Path) -> None:
@@ -76,12 +55,13 @@ def check_start(file: Path) -> None:
 
 @contextmanager
 def weight_errors(problem: str) -> Iterator[None]:
-    """Turn WEIGHT_ERRORS into a UserError with a short reason, without torch's advice to allow code in the file."""
+    """Turn any error of a library into a UserError with a short reason, without torch's advice to allow code in the
+    file."""
     try:
         yield
     except UserError:
         raise
-    except WEIGHT_ERRORS as error:
+    except Exception as error:  # torch and safetensors raise a dozen kinds for damaged files
         reason = first_line(error)
         if isinstance(error, UnpicklingError) or "weights_only" in str(error):
             reason = (
@@ -91,23 +71,15 @@ def weight_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({reason})") from error
 
 
-@contextmanager
-def opened(file: Path) -> Iterator[dict[str, Any]]:
-    """The weights of a target's file by name; `weight[slices]` reads only that part. No code in the file runs. Raises
-    UserError."""
-    with weight_errors(f"{file}: cannot be read"):
-        if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as weights:
-                yield {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
-        else:
-            yield torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-
-
+@dataclass(frozen=True)
 class StoredWeight:
     """A weight in a safetensors file that is read when it is indexed."""
 
-    def __init__(self, file: Path, name: str) -> None:
-        self.file, self.name = file, name
+    file: Path
+    name: str
+    dtype: str
+    """By safetensors' name, such as BF16."""
+    shape: tuple[int, ...]
 
     def __getitem__(self, index: Any) -> Tensor:
         # The mapping of the file ends with the result, so that the pages of other weights take no memory.
@@ -115,18 +87,21 @@ class StoredWeight:
             return weights.get_tensor(self.name)[index]
 
 
-def stored_weights(folder: Path) -> dict[str, StoredWeight] | None:
-    """The weights of a local target by name, None unless it is a folder with safetensors. Raises UserError."""
-    if not folder.is_dir():
-        return None
-    files = weight_files(folder)
-    if any(file.suffix != ".safetensors" for file in files):
-        return None
-    weights: dict[str, StoredWeight] = {}
-    for file in files:
-        with opened(file) as contents:
-            weights |= {name: StoredWeight(file, name) for name in contents}
-    return weights
+def stored_weights(folder: Path) -> dict[str, Any]:
+    """The weights of a target by name: StoredWeights, or mapped tensors of .bin files. Raises UserError."""
+    stored: dict[str, Any] = {}
+    for file in weight_files(folder):
+        with weight_errors(f"{file}: cannot be read"):
+            if file.suffix != ".safetensors":
+                stored |= read_weights(file)
+                continue
+            with safe_open(file, "pt") as weights:
+                parts = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118
+                stored |= {
+                    name: StoredWeight(file, name, part.get_dtype(), tuple(part.get_shape()))
+                    for name, part in parts.items()
+                }
+    return stored
 
 
 @contextmanager
@@ -148,48 +123,22 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     result keeps the `_metadata` of the state dict that was saved."""
     with weight_errors(f"{file}: not a readable file of plain weights"):
         check_start(file)
-        state = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
+        state = load_file(file) if file.suffix == ".safetensors" else _load_pickle(file)
     if not isinstance(state, dict) or not all(
-        isinstance(name, str) and _is_readable(name, w) for name, w in state.items()
+        isinstance(name, str) and _is_dense(weight) for name, weight in state.items()
     ):
         raise UserError(f"{file}: not a dictionary of plain weights")
     return state
 
 
-def _read_pickle(file: Path) -> Any:
-    """The content of a `.pth`; the unpickler creates only tensors and containers. Raises WEIGHT_ERRORS."""
-    with file.open("rb") as handle:
-        # "P" starts a zip archive (PK), 0x80 a pickle of protocol 2 or later.
-        if handle.read(1) not in (b"P", b"\x80"):
-            raise ValueError("neither a .pth archive nor a pickle")
-    if not zipfile.is_zipfile(file):
-        return torch.load(file, map_location="cpu", weights_only=True)
-    with zipfile.ZipFile(file) as archive:
-        for member in archive.infolist():
-            # A compressed archive can expand to a thousand times its size.
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("a compressed archive, which torch.save does not write")
-            # A large pickle takes memory long before its content can be checked.
-            if member.filename.endswith(".pkl") and member.file_size > PICKLE_BYTES:
-                raise ValueError(f"its pickle has {member.file_size} bytes; at most {PICKLE_BYTES}")
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-
-
-def _is_readable(name: str, value: object) -> bool:
-    """Whether a value is a weight, which may be stored in 8 bits, or a tensor of a draft's vocabulary list."""
-    if is_plain(value):
-        return True
-    return _is_dense(value) and (value.dtype == torch.int8 or name.rpartition(".")[2] in MAPS)
-
-
-def _is_dense(value: object) -> TypeGuard[Tensor]:
+def _is_dense(value: object) -> bool:
     """Whether a value is a dense tensor that holds data."""
-    return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided and not value.is_nested
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
 
 
-def is_plain(weight: object) -> bool:
-    """Whether a value is a dense floating-point tensor that holds data."""
-    return _is_dense(weight) and weight.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+def _load_pickle(file: Path) -> Any:
+    """The content of a pickle; the unpickler creates only tensors and containers. An archive is mapped."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def read_metadata(file: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from longspec.errors import UserError
 from longspec.pipeline.files import prompts_file, read_jsonl
 from longspec.pipeline.settings import EvaluationSettings, MethodSettings
 
-CELL_KEY = ("task", "context", "method", "temperature", "seed")
+CELL_KEY = ("task", "context", "method", "temperature")
 
 
 @dataclass(frozen=True)
@@ -27,28 +27,32 @@ class Cell:
 
     @property
     def key(self) -> dict[str, Any]:
-        values = (self.task, self.context, self.method.name, self.temperature, 0)
-        return dict(zip(CELL_KEY, values, strict=True))
+        return dict(zip(CELL_KEY, (self.task, self.context, self.method.name, self.temperature), strict=True))
 
     def prompt_seed(self, name: str) -> int:
         """The seed for decoding the prompt with id `name`. It differs between prompts and is shared by all methods."""
         return zlib.crc32(f"{self.task} {self.context} {name} 0".encode())
 
 
+def grid(settings: EvaluationSettings) -> Iterator[tuple[str, int, MethodSettings]]:
+    """Task, context and method of all measurements; the methods of a task and context follow one another."""
+    for name, task in settings.tasks.items():
+        for context in task.contexts:
+            for method in settings.methods:
+                if name in (method.tasks or [name]) and context in (method.contexts or [context]):
+                    yield name, context, method
+
+
 def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
     """All cells that have prompts; the cells of a task and context follow one another."""
-    for task, task_settings in settings.tasks.items():
-        file = prompts_file(root, "test", task)
-        records = read_jsonl(file) if file.exists() else []
-        for context in task_settings.contexts:
-            prompts = [record for record in records if record["length"] == context]
-            for method in settings.methods:
-                if not prompts or task not in (method.tasks or [task]) or context not in (method.contexts or [context]):
-                    continue
-
-                chosen = tuple(prompts[: task_settings.prompts or method.prompts])
-                for temperature in method.temperatures:
-                    yield Cell(task, context, method, temperature, task_settings.max_new_tokens, chosen)
+    files = {name: prompts_file(root, "test", name) for name in settings.tasks}
+    records = {name: read_jsonl(file) if file.exists() else [] for name, file in files.items()}
+    for name, context, method in grid(settings):
+        task = settings.tasks[name]
+        prompts = [record for record in records[name] if record["length"] == context]
+        for temperature in method.temperatures if prompts else ():
+            chosen = tuple(prompts[: task.prompts or method.prompts])
+            yield Cell(name, context, method, temperature, task.max_new_tokens, chosen)
 
 
 class SampleFile:

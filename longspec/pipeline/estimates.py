@@ -19,6 +19,7 @@ from longspec.inference.memory import slot_bytes, weight_bytes
 from longspec.models.families import family_class
 from longspec.models.target_files import position_limit, read_config
 from longspec.pipeline.answers import CHAT
+from longspec.pipeline.cells import grid
 from longspec.pipeline.prompts import length_range
 from longspec.pipeline.settings import Settings
 
@@ -219,15 +220,12 @@ def mean_length(settings: Settings, group: str) -> float:
 def _evaluation_seconds(settings: Settings, target: Target, machine: Machine) -> float:
     """Seconds for all samples, and for the first one of each kind on each device."""
     samples, kinds = 0.0, set()
-    for name, task in settings.evaluation.tasks.items():
-        for method in settings.evaluation.methods:
-            for context in task.contexts:
-                if name in (method.tasks or [name]) and context in (method.contexts or [context]):
-                    rounds = task.max_new_tokens / ROUND_TOKENS.get(method.kind, TREE_TOKENS)
-                    one = pass_seconds(target, machine, context, context)
-                    one += rounds * round_seconds(target, machine, context)
-                    samples += one * (task.prompts or method.prompts) * len(method.temperatures)
-                    kinds |= {(method.name, temperature, context) for temperature in method.temperatures}
+    for name, context, method in grid(settings.evaluation):
+        task = settings.evaluation.tasks[name]
+        rounds = task.max_new_tokens / ROUND_TOKENS.get(method.kind, TREE_TOKENS)
+        one = pass_seconds(target, machine, context, context) + rounds * round_seconds(target, machine, context)
+        samples += one * (task.prompts or method.prompts) * len(method.temperatures)
+        kinds |= {(method.name, temperature, context) for temperature in method.temperatures}
     return samples / machine.devices + (WARM_UP_S * len(kinds) if machine.gpus else 0)
 
 

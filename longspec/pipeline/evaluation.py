@@ -1,7 +1,7 @@
 """The evaluation: held-out prompts decoded with every method, on all GPUs."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain, groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from longspec.pipeline.cells import Cell, SampleFile, cells, prompt_digest
 from longspec.pipeline.files import claim
 from longspec.pipeline.forced import forced_acceptance
 from longspec.pipeline.processes import share_work
-from longspec.pipeline.settings import FORCED, HEAD_TOKENS, MethodSettings, Settings
+from longspec.pipeline.settings import FORCED, Settings
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft
 from longspec.ranks.replicas import Replicas
@@ -29,7 +29,11 @@ from longspec.signals import StopSignals
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""
+HEAD_TOKENS = 48
+"""First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
 WARM_UP_TOKENS = 16
+FIGURES = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
+"""Statistics of `generate` in a sample."""
 
 
 def evaluation_folder(root: Path) -> Path:
@@ -71,11 +75,11 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
             prompts = samples.missing(cell)
             if prompts and kernels not in warmed_up and not is_forced:  # forced rounds are not timed
                 warmed_up.add(kernels)
-                decoder.sample(cell, cell.prompts[0], warm_up=True)
+                decoder.warm_up(cell)
             for prompt in prompts:
-                sample = decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else [])
+                sample = decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else None)
                 samples.append(sample)
-                count(sample["new_tokens"], 1)
+                count(1)
 
     def load(group: list[Cell]) -> int:
         return sum(len(cell.prompts) * (cell.context + cell.max_new_tokens) for cell in group)
@@ -88,7 +92,10 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
 
 def shortened(ids: list[int], tokens: int | None) -> list[int]:
     """The first HEAD_TOKENS and the last ids of a prompt, `tokens` in all; None for the whole prompt."""
-    return ids if tokens is None or len(ids) <= tokens else ids[:HEAD_TOKENS] + ids[HEAD_TOKENS - tokens :]
+    if tokens is None or len(ids) <= tokens:
+        return ids
+    head = min(HEAD_TOKENS, tokens - 1)
+    return ids[:head] + ids[head - tokens :]
 
 
 class Decoder:
@@ -99,21 +106,16 @@ class Decoder:
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft, device=device)
 
-    def sample(
-        self, cell: Cell, prompt: dict[str, Any], answer: Sequence[int] = (), warm_up: bool = False
-    ) -> dict[str, Any]:
-        """Decode a prompt and return its sample.
-
-        answer: the token ids that method FORCED decodes. warm_up: generate a few tokens without stopping at EOS, to
-        compile kernels and choose tree shapes.
-        """
-        ids = shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)
+    def sample(self, cell: Cell, prompt: dict[str, Any], answer: list[int] | None) -> dict[str, Any]:
+        """Decode a prompt and return its sample. answer: the token ids that method FORCED decodes, else None."""
+        method = cell.method
         began = time.perf_counter()
-        if cell.method.kind == FORCED:
-            figures = self._forced(cell.method, ids, answer)
+        ids = self._ids(cell, prompt)
+        if answer is None:
+            tokens, figures = self._generate(cell, ids, cell.prompt_seed(prompt["id"]))
         else:
-            figures = self._generate(cell, ids, cell.prompt_seed(prompt["id"]), warm_up)
-        tokens = figures["token_ids"]
+            tokens, figures = answer, {"last_tokens": method.last_tokens}
+            figures |= forced_acceptance(self.model, ids, answer, method.tree_shape, method.drafter)
         return {
             **cell.key,
             "id": prompt["id"],
@@ -123,28 +125,22 @@ class Decoder:
             "wall_s": time.perf_counter() - began,
             "loops": loops(tokens),
             **figures,
+            "token_ids": tokens,
         }
 
-    def _forced(self, method: MethodSettings, ids: list[int], answer: Sequence[int]) -> dict[str, Any]:
-        figures = forced_acceptance(self.model, ids, answer, method.tree_shape)
-        return {**figures, "last_tokens": method.last_tokens, "token_ids": list(answer)}
+    def warm_up(self, cell: Cell) -> None:
+        """Generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes."""
+        tokens = min(WARM_UP_TOKENS, cell.max_new_tokens)
+        self._generate(cell, self._ids(cell, cell.prompts[0]), 0, max_new_tokens=tokens, eos_token_id=())
 
-    def _generate(self, cell: Cell, ids: list[int], seed: int, warm_up: bool) -> dict[str, Any]:
+    def _ids(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:
+        return shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)
+
+    def _generate(self, cell: Cell, ids: list[int], seed: int, **changes: Any) -> tuple[list[int], dict[str, Any]]:
+        """The new tokens, and figures of their decoding."""
         method = cell.method
-        output = generate(
-            self.model,
-            torch.tensor([ids], device=self.model.device),
-            method=method.kind,
-            max_new_tokens=min(WARM_UP_TOKENS, cell.max_new_tokens) if warm_up else cell.max_new_tokens,
-            temperature=cell.temperature,
-            tree_shape=method.tree_shape,
-            tree_nodes=method.tree_nodes,
-            lookup_branches=method.lookup_branches,
-            gamma=method.gamma,
-            eos_token_id=() if warm_up else None,
-            seed=seed,
-            **WITHOUT_FILE,
-        )
-        names = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
-        figures = {name: value for name, value in asdict(output.stats).items() if name in names}
-        return figures | {"token_ids": output.new_tokens[0].tolist()}
+        options = {name: getattr(method, name) for name in ("tree_shape", "tree_nodes", "lookup_branches", "gamma")}
+        options |= {"method": method.kind, "max_new_tokens": cell.max_new_tokens, "temperature": cell.temperature}
+        output = generate(self.model, [ids], seed=seed, **WITHOUT_FILE, **options | changes)
+        figures = asdict(output.stats)
+        return output.new_tokens[0].tolist(), {name: figures[name] for name in FIGURES}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.jobs.job import differences
 from longspec.pipeline.settings import StageSettings
 from longspec.replacing import write_atomically
 
@@ -24,15 +25,11 @@ def answers_file(root: Path, name: str, split: str) -> Path:
 
 def claim(file: Path, facts: dict[str, Any]) -> None:
     """Record facts that determine other files. Raises UserError if `file` exists and records different ones."""
-    written = json.loads(json.dumps(facts))  # as they read back: tuples become lists
     if not file.is_file():
-        write_atomically(file, json.dumps(written, indent=1) + "\n", make_folder=True)
-        return
-    before = json.loads(file.read_text())
-    if differing := [name for name in written | before if written.get(name) != before.get(name)]:
-        name = differing[0]
+        write_atomically(file, json.dumps(facts, indent=1) + "\n", make_folder=True)
+    elif differing := differences(json.loads(file.read_text()), facts):
         raise UserError(
-            f"{file}: made with {name} {before.get(name)}, not {written.get(name)}; "
+            f"{file}: made with other settings ({differing}); "
             "use another --output_dir, or remove this file and the files it describes"
         )
 

@@ -17,7 +17,7 @@ from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import make_runner
-from longspec.inference.methods import DEFAULT_SHAPE
+from longspec.inference.methods import DEFAULT_SHAPE, Drafting, make_drafter
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.watch import Watch
 
@@ -42,26 +42,31 @@ class TextSampler(Sampler):
 
 @torch.no_grad()
 def forced_acceptance(
-    model: Any, prompt: Sequence[int], answer: Sequence[int], shape: Sequence[int] = DEFAULT_SHAPE
+    model: Any,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    shape: Sequence[int] = DEFAULT_SHAPE,
+    drafter: str = "tree",
 ) -> dict[str, float]:
-    """Sums over teacher-forced rounds: "rounds", "decoded_tokens", and "bound", the bound at temperature 1.
+    """Sums over teacher-forced rounds: "rounds", "decoded_tokens", and "bound", the tree's bound at temperature 1.
 
-    shape: nodes per level of the tree.
+    shape: nodes per level of the tree. drafter: "tree", or "lookup" with a chain as shape.
     """
     text = torch.tensor([*prompt, *answer], device=model.device)
     sampler = TextSampler(text, len(prompt), shape)
     runner = make_runner(model, "auto", True)
-    drafter = TreeDrafter(runner, 1, shape, sampler, "descend")
-    engine = StaticBatch(runner, drafter, sampler, text[None, : len(prompt)], [len(prompt)], len(answer))
+    proposer = make_drafter(Drafting(drafter, shape, len(shape), "descend"), runner, 1, sampler)
+    engine = StaticBatch(runner, proposer, sampler, text[None, : len(prompt)], [len(prompt)], len(answer))
     engine.prefill()
 
     sums = {"rounds": 0.0, "decoded_tokens": 0.0, "bound": 0.0}
     # While the text reaches past the deepest node of the next tree.
-    while int(sampler.read) + drafter.depth + 2 <= len(text):
+    while int(sampler.read) + proposer.depth + 2 <= len(text):
         count = engine.round(torch.ones(1, dtype=torch.bool, device=text.device))[1]
         sums["rounds"] += 1
         sums["decoded_tokens"] += int(count)
-        sums["bound"] += 1 + float(depth_probabilities(drafter.proposal(), sampler.seen[0]).sum())
+        if isinstance(proposer, TreeDrafter):
+            sums["bound"] += 1 + float(depth_probabilities(proposer.proposal(), sampler.seen[0]).sum())
         sampler.read += count
     return sums
 

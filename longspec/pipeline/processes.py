@@ -3,6 +3,7 @@ launches of the trainer.
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.override_parser.types import Quote, QuotedString
 from tqdm import tqdm
 
 from longspec.cli.train import ROOT, gpu_options
@@ -83,20 +85,22 @@ def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
     """Values of the trainer's configuration by full key, as arguments of its command line."""
-    return [f"{key}={hydra_value(value)}" for key, value in values.items()]
+    overrides = []
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            overrides += hydra_overrides({f"{key}.{name}": own for name, own in value.items()})
+        else:
+            overrides.append(f"{key}={_hydra_value(value)}")
+    return overrides
 
 
-def hydra_value(value: Any) -> str:
-    """A value in the syntax of Hydra's overrides; strings are quoted."""
-    if value is None:
-        return "null"
+def _hydra_value(value: Any) -> str:
+    """JSON, except for text, in which Hydra does not read JSON's escapes."""
     if isinstance(value, list):
-        return "[" + ",".join(map(hydra_value, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{hydra_value(own)}" for key, own in value.items()) + "}"
+        return f"[{','.join(map(_hydra_value, value))}]"
     if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(value)
+        return QuotedString(value, Quote.single).with_quotes()
+    return json.dumps(value)
 
 
 def launch(command: list[str], folder: Path, steps: int) -> float:

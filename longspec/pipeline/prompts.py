@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -34,9 +34,9 @@ SHORTEST = 0.85
 MARGIN = 8
 """Tokens of a prompt left unused, because joined texts may have more tokens than their parts."""
 LEAST_CHARACTERS = 3
-"""Lower bound on the average number of characters per token of code."""
+"""Lower bound on the average number of characters per token."""
 CANDIDATES = 300
-"""Maximum number of documents tried as worked questions or earlier turns of a prompt."""
+"""Maximum number of other documents in a prompt."""
 EDIT = "Add the comment `# reviewed` as the first line of this file, and return the whole file.\n\n```python\n{text}```"
 QUOTE = "{text}\n\nRepeat the text above word for word."
 """Prompts whose answers copy a part of the prompt."""
@@ -142,16 +142,16 @@ class Makers:
                     yield {"id": f"{group}-{self.split}-{number}", "task": task, "length": length, **record}
                     break
 
-    def _documents(self, task: str) -> tuple[list[Any], Make]:
+    def _documents(self, task: str) -> tuple[Sequence[Any], Make]:
         """The documents of a task, and the function that makes a prompt from one of them."""
         texts = self.texts
-        by_task: dict[str, tuple[list[Any], Make]] = {
+        by_task: dict[str, tuple[Sequence[Any], Make]] = {
             "lcc": (self.code, self.line),
             "repobench-p": (self.code, self.repository),
             "code-question": (self.code, partial(self.about_files, QUESTIONS["code"])),
             "document": (texts.documents, partial(self.about_files, QUESTIONS["document"])),
-            "edit": (self.code, lambda file, tokens, _: self._copied(EDIT, file.text, tokens)),
-            "quote": (texts.meetings, lambda meeting, tokens, _: self._copied(QUOTE, meeting.transcript, tokens)),
+            "edit": (self.code, lambda file, tokens, _: self.copied(EDIT, file.text, tokens)),
+            "quote": (texts.meetings, lambda meeting, tokens, _: self.copied(QUOTE, meeting.transcript, tokens)),
             "qmsum": (texts.meetings, self.meeting),
             "gsm8k": (texts.questions, self.question),
             "chat": (self.chats, self.conversation),
@@ -161,139 +161,95 @@ class Makers:
         }
         return by_task[task]
 
+    def _prompt(self, wording: Callable[[str], Record], parts: Iterable[str], tokens: int) -> Record | None:
+        """A prompt of `tokens` tokens with the end of a text, in whole lines; None if the text is too short.
+
+        wording: maps the text to the prompt. parts: those of the text, the last one first.
+        """
+        room = tokens - MARGIN - len(self.target.prompt_ids(wording("")))
+        text = ""
+        for part in parts:
+            text = part + text
+            if len(text) > LONGEST_TOKEN * room:
+                break
+        if len(text) < SHORTEST * room:  # not worth tokenizing
+            return None
+        end, used = self.target.tail(text, room)
+        return wording(end) if used >= SHORTEST * room > 0 else None
+
     def line(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in one file: the text before one of its lines."""
-        room = tokens - MARGIN - self.target.count(TASKS["lcc"].prompt.format(context=""))
-        code = self._before_line(file, room, chance)
-        return None if code is None else {"prefix": TASKS["lcc"].prompt.format(context=code)}
+        if len(file.text) < LEAST_CHARACTERS * tokens:  # not worth tokenizing
+            return None
+        prompt = TASKS["lcc"].prompt
+        code = _beginning(file.text, tokens, chance)
+        return self._prompt(lambda context: {"prefix": prompt.format(context=context)}, [code], tokens)
 
     def repository(self, file: SourceFile, tokens: int, chance: random.Random) -> Record | None:
         """Code completion in a repository: other files of the package, then the text before a line of `file`."""
+        share = int(chance.uniform(0.3, 0.6) * tokens)
+        code = f"# Path: {file.path}\n" + self.target.tail(_beginning(file.text, share, chance), share)[0]
         prompt = TASKS["repobench-p"].prompt
-        heading = f"# Path: {file.path}\n"
-        room = tokens - MARGIN - self.target.count(prompt.format(context="", input=heading))
-        code = self._before_line(file, int(chance.uniform(0.3, 0.6) * room), chance)
-        if code is None:
-            return None
-        context = self._other_files(file, room - self.target.count(code), tokens, chance)
-        return None if context is None else {"prefix": prompt.format(context=context, input=heading + code)}
-
-    def _other_files(self, file: SourceFile, room: int, tokens: int, chance: random.Random) -> str | None:
-        """Other files of a package that fill `room` tokens up to a rest of (1 - SHORTEST) * `tokens`, or None."""
-        others = [other for other in self.packages[file.package] if other is not file]
-        if room > LONGEST_TOKEN * sum(len(other.text) for other in others):
-            return None
-        context = []
-        for other in chance.sample(others, len(others)):
-            piece, used = self.target.head(f"# Path: {other.path}\n{other.text}\n", room)
-            context.append(piece)
-            room -= used
-            if room < (1 - SHORTEST) * tokens:
-                break
-        return "".join(context) if room < (1 - SHORTEST) * tokens else None
+        others = map(_with_path, _others(self.packages[file.package], file, chance))
+        return self._prompt(lambda context: {"prefix": prompt.format(context=context, input=code)}, others, tokens)
 
     def about_files(
         self, questions: Sequence[str], file: SourceFile, tokens: int, chance: random.Random
     ) -> Record | None:
         """Files of a package or a collection, the given one last, and a request about them."""
-        question = f"\n\n{chance.choice(questions)}"
-        room = tokens - MARGIN - self.target.count(question) - self.target.chat_overhead
-        last, used = self.target.head(f"# Path: {file.path}\n{file.text}\n", room)
-        room -= used
-        before: str | None = ""
-        if room >= (1 - SHORTEST) * tokens:
-            before = self._other_files(file, room, tokens, chance)
-        return None if before is None else _user(before + last + question)
+        question = chance.choice(questions)
+        files = map(_with_path, [file, *_others(self.packages[file.package], file, chance)])
+        return self._prompt(lambda text: _user(f"{text}\n\n{question}"), files, tokens)
 
-    def _copied(self, prompt: str, text: str, tokens: int) -> Record | None:
-        """A prompt with as many lines of a text as fit into `tokens` tokens; None if the text is too short."""
-        room = tokens - MARGIN - self.target.count(prompt.format(text="")) - self.target.chat_overhead
-        part, used = self.target.head(text, room)
-        return _user(prompt.format(text=part)) if used >= SHORTEST * room > 0 else None
-
-    def _before_line(self, file: SourceFile, tokens: int, chance: random.Random) -> str | None:
-        """At most `tokens` tokens of whole lines up to a random line of the file; None if the file is too short."""
-        least = LEAST_CHARACTERS * tokens
-        if tokens < 1 or least >= len(file.text):
-            return None
-        end = file.text.rfind("\n", 0, chance.randint(least, len(file.text))) + 1
-        code, used = self.target.tail(file.text[:end], tokens)
-        return code if used >= SHORTEST * tokens else None
+    def copied(self, prompt: str, text: str, tokens: int) -> Record | None:
+        """A prompt whose answer repeats the lines of a text."""
+        return self._prompt(lambda lines: _user(prompt.format(text=lines)), [text], tokens)
 
     def meeting(self, meeting: Meeting, tokens: int, chance: random.Random) -> Record | None:
-        """A part of a meeting's transcript and one of the queries about the meeting."""
-        prompt = TASKS["qmsum"].prompt
-        transcript = meeting.transcript
-        query = chance.choice(meeting.queries)
-        fixed = self.target.count(prompt.format(context="", input=query)) + self.target.chat_overhead
-        room = tokens - MARGIN - fixed
-        # Start early enough that, at five characters per token, the rest of the transcript fills the room.
-        start = chance.randrange(max(1, len(transcript) - 5 * max(0, room)))
-        start = transcript.find("\n", start) + 1 if start else 0
-        part, used = self.target.head(transcript[start:], room)
-        # A long prompt starts with other meetings.
-        others = [other for other in self.texts.meetings if other is not meeting]
-        for other in chance.sample(others, len(others)):
-            if used >= SHORTEST * room:
-                break
-            earlier, more = self.target.head(other.transcript, room - used)
-            part, used = f"{earlier}\n{part}", used + more
-        return _user(prompt.format(context=part, input=query)) if used >= SHORTEST * room > 0 else None
+        """A part of a meeting's transcript, in a long prompt after other meetings, and a query about the meeting."""
+        prompt, query = TASKS["qmsum"].prompt, chance.choice(meeting.queries)
+        own = _beginning(meeting.transcript, tokens, chance)
+        others = (f"{other.transcript}\n" for other in _others(self.texts.meetings, meeting, chance))
+        return self._prompt(lambda text: _user(prompt.format(context=text, input=query)), chain([own], others), tokens)
 
     def question(self, question: tuple[str, str], tokens: int, chance: random.Random) -> Record | None:
         """A question, preceded by worked questions that fill `tokens` tokens."""
         if not tokens:
             return _user(question[0])
-        asked = f"Question: {question[0]}\nAnswer:"
-        room = tokens - MARGIN - self.target.count(asked) - self.target.chat_overhead
-        shown = self._fill(self.texts.questions, question, _worked, room, tokens, chance)
-        return None if shown is None else _user("".join(map(_worked, shown)) + asked)
+        worked = (
+            f"Question: {one}\nAnswer: {answer}\n\n" for one, answer in _others(self.texts.questions, question, chance)
+        )
+        return self._prompt(lambda text: _user(f"{text}Question: {question[0]}\nAnswer:"), worked, tokens)
 
     def conversation(self, turns: list[Turn], tokens: int, chance: random.Random) -> Record | None:
         """A user turn, preceded by other conversations as earlier turns that fill `tokens` tokens."""
-        asked = turns[:-1]
+        asked, earlier = turns[:-1], list[Turn]()
         if not tokens:
             return {"messages": asked}
         room = tokens - MARGIN - len(self.target.prompt_ids({"messages": asked}))
-        extra = self.target.exchange_overhead
-        earlier = self._fill(self.chats, turns, _contents, room, tokens, chance, extra)
-        return None if earlier is None else {"messages": [*chain(*earlier), *asked]}
-
-    def _fill(
-        self,
-        documents: list[T],
-        asked: T,
-        text: Callable[[T], str],
-        room: int,
-        tokens: int,
-        chance: random.Random,
-        extra: int = 0,
-    ) -> list[T] | None:
-        """Random documents other than `asked` that fill `room` tokens up to a rest of (1 - SHORTEST) * `tokens`.
-
-        Returns None if the documents do not suffice. text: maps a document to its text. extra: additional tokens per
-        document.
-        """
-        chosen: list[T] = []
-        for document in chance.sample(documents, min(CANDIDATES, len(documents))):
-            if room < (1 - SHORTEST) * tokens:
-                break
-            shown = text(document)
-            if document is asked or len(shown) > LONGEST_TOKEN * room:
-                continue
-            size = self.target.count(shown) + extra
+        for others in _others(self.chats, turns, chance):
+            size = self.target.count("\n".join(turn["content"] for turn in others)) + self.target.exchange_overhead
             if size <= room:
-                chosen.append(document)
+                earlier += others
                 room -= size
-        return chosen if room < (1 - SHORTEST) * tokens else None
+            if room < (1 - SHORTEST) * tokens:
+                return {"messages": [*earlier, *asked]}
+        return None
 
 
-def _worked(question: tuple[str, str]) -> str:
-    return f"Question: {question[0]}\nAnswer: {question[1]}\n\n"
+def _beginning(text: str, tokens: int, chance: random.Random) -> str:
+    """A text up to a random line, with `tokens` tokens if it has that many."""
+    least = min(LEAST_CHARACTERS * tokens, len(text))
+    return text[: text.rfind("\n", 0, chance.randint(least, len(text))) + 1]
 
 
-def _contents(turns: list[Turn]) -> str:
-    return "\n".join(turn["content"] for turn in turns)
+def _others(documents: Sequence[T], asked: T, chance: random.Random) -> Iterator[T]:
+    """Random documents other than the asked one."""
+    return (other for other in chance.sample(documents, min(CANDIDATES, len(documents))) if other is not asked)
+
+
+def _with_path(file: SourceFile) -> str:
+    return f"# Path: {file.path}\n{file.text}\n"
 
 
 def _user(content: str) -> Record:

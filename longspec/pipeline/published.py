@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from longspec.models.draft import MAX_WINDOW
-from longspec.models.draft_files import draft_settings, list_size, load_draft
-from longspec.models.draft_layer import DraftOptions
+from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import read_config
@@ -39,15 +37,6 @@ T = 0, batch 1, outputs without repetition loops, on prompts that the draft has 
 
 {figures}
 
-## Format
-
-| setting | value |
-|---|---|
-| input | {inputs} |
-| self-attention window | {window} |
-| vocabulary | {vocabulary} |
-| storage | {storage} |
-
 ## Recipe
 
 The target wrote all training text. Each stage starts from the draft of the stage before.
@@ -69,23 +58,13 @@ def write_draft(settings: Settings, root: Path) -> None:
     state, saved = load_draft(checkpoint), draft_settings(checkpoint)
     config = read_config(TargetText.load(settings.target).path)
     save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
-    options, listed = saved.options, list_size(checkpoint)
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    inputs = "see `config.json`"
-    if isinstance(options, DraftOptions):
-        layers = "".join(f", of layer {layer}" for layer in options.kv_layers)
-        feature = ", the target's last hidden state" if options.target_feature else ""
-        inputs = f"the token's embedding, the KV cache of the target's last layer{layers}{feature}"
+    architecture = saved.options.architecture
     card = CARD.format(
         target=Path(settings.target).name if Path(settings.target).exists() else settings.target,
         millions=sum(weight.numel() for name, weight in state.items() if name not in MAPS) / 1e6,
         figures=markdown(main_table(Samples.of_lines(read_samples(evaluation_folder(root))))),
-        architecture=options.architecture,
-        name=options.architecture.upper(),
-        inputs=inputs,
-        window="none" if options.window == MAX_WINDOW else f"{options.window} tokens",
-        vocabulary="all tokens" if listed is None else f"the {listed:,} most frequent tokens of the training text",
-        storage="8 bits" if settings.int8 else dtype,
+        architecture=architecture,
+        name=architecture.upper(),
         stages=markdown(stage_table(settings, root)),
         settings=settings_yaml(settings),
     )

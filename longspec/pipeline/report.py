@@ -13,7 +13,7 @@ import pandas
 
 from longspec.cli.picture import COLORS
 from longspec.errors import UserError
-from longspec.pipeline.cells import cells, read_samples
+from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
 from longspec.pipeline.samples import (
@@ -72,12 +72,9 @@ def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
             same_text(samples),
         ),
         "Methods": (
-            "Outputs without repetition loops. Ratios compare tokens/s on prompts that both methods decoded.",
+            "Figures are those of outputs without repetition loops, because loops inflate the acceptance length of any "
+            "draft. Ratios compare tokens/s on prompts that both methods decoded.",
             by_method(samples),
-        ),
-        "Outputs": (
-            "Repetition loops inflate the acceptance length of any draft, so these outputs are counted separately.",
-            output_counts(samples),
         ),
     }
     for name in settings.probes:
@@ -94,13 +91,11 @@ def write_page(page: Path, title: str, settings: Settings, root: Path, command: 
     """Write the page of an evaluation with its plots. Raises UserError without samples. more: further tables."""
     samples = Samples.of_lines(measured(root))
     facts = json.loads((evaluation_folder(root) / FACTS).read_text())
-    facts |= {"not measured": unmeasured(settings, root, samples), "not timed": untimed(samples)}
     tables = tables_of(settings, root, samples) | more
     page.parent.mkdir(parents=True, exist_ok=True)
     draw_contexts(samples, page.with_name(PICTURES[0]))
     draw_tokens_per_second(samples, page.with_name(PICTURES[1]))
-    notes = [f"{gap}: " + ", ".join(facts[gap]) for gap in ("not measured", "not timed") if facts[gap]]
-    write_tables(page, title, settings, command, facts, notes, PICTURES, tables)
+    write_tables(page, title, settings, command, facts, PICTURES, tables)
 
 
 def write_tables(
@@ -109,7 +104,6 @@ def write_tables(
     settings: Settings,
     command: str,
     facts: dict[str, Any],
-    notes: Sequence[str],
     pictures: Sequence[str],
     tables: Tables,
 ) -> None:
@@ -121,31 +115,12 @@ def write_tables(
     write_atomically(page.with_name("summary.json"), json.dumps(summary, indent=1, default=str) + "\n")
 
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    setup = [
-        f"command: `{command}`",
-        f"target: {facts['target']}",
-        f"device: {facts['device']}",
-        f"versions: {versions}",
-    ]
-    parts = [f"# {title}", "", *(f"- {line}" for line in (*setup, *notes)), ""]
+    setup = {"command": f"`{command}`", "target": facts["target"], "device": facts["device"], "versions": versions}
+    parts = [f"# {title}", "", *(f"- {name}: {value}" for name, value in setup.items()), ""]
     parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures), ""]
     for name, (introduction, frame) in tables.items():
         parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
     write_atomically(page, "\n".join(parts))
-
-
-def unmeasured(settings: Settings, root: Path, samples: Samples) -> list[str]:
-    """The tasks and contexts of the evaluation that have prompts but no samples."""
-    planned = dict.fromkeys((cell.task, cell.context) for cell in cells(settings.evaluation, root))
-    done = set(zip(samples.frame["task"], samples.frame["context"], strict=True))
-    return [f"{task} ({context_name(context)})" for task, context in planned if (task, context) not in done]
-
-
-def untimed(samples: Samples) -> list[str]:
-    """The tasks and contexts whose samples have no times. Samples taken while other work used the device keep their
-    tokens per round once their times (`decode_s`, `ttft_s`, `wall_s`) are null."""
-    cells = samples.frame.groupby(["task", "context"], sort=False)["decode_s"].count()
-    return [f"{task} ({context_name(context)})" for (task, context), times in cells.items() if not times]
 
 
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
@@ -206,32 +181,22 @@ def main_table(samples: Samples) -> pandas.DataFrame:
 
 
 def by_method(samples: Samples) -> pandas.DataFrame:
-    """Tokens per round, tokens/s and speed ratios, outputs without loops: one row per method, temperature and task."""
+    """Outputs, tokens per round, tokens/s and speed ratios: one row per method, temperature and task."""
     rows = []
     keys = samples.frame[["method", "temperature"]].drop_duplicates().sort_values("temperature", kind="stable")
     for method, temperature in keys.itertuples(index=False):
         for task in [None, *samples.tasks]:
-            chosen = samples.of(method, temperature, task=task)
-            if chosen.empty:
+            outputs = samples.of(method, temperature, loops=True, task=task)
+            if outputs.empty:
                 continue
-            row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all"}
-            row |= {"outputs": len(chosen), "tokens per round": str(tokens_per_round(chosen))}
+            chosen = outputs[~outputs["loops"]]
+            row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all", "outputs": len(outputs)}
+            row |= {"with loops": len(outputs) - len(chosen), "tokens per round": str(tokens_per_round(chosen))}
             row["tokens/s"] = tokens_per_second(chosen).text(0)
             for other in ("vanilla", "lookup"):
                 ratio = samples.speed_up(method, other, temperature, task=task)
                 row[f"over {other}"] = "-" if method == other else str(ratio)
             rows.append(row)
-    return pandas.DataFrame(rows)
-
-
-def output_counts(samples: Samples) -> pandas.DataFrame:
-    """Number of outputs with and without loops, and tokens per round of the outputs with loops."""
-    rows = []
-    for (method, temperature), group in samples.frame.groupby(["method", "temperature"], sort=False):
-        looped = group[group["loops"]]
-        counts = {"outputs": len(group), "with loops": len(looped), "without loops": len(group) - len(looped)}
-        looped_length = str(tokens_per_round(looped)) if len(looped) else "-"
-        rows.append({"method": method, "T": temperature, **counts, "tokens per round with loops": looped_length})
     return pandas.DataFrame(rows)
 
 

@@ -129,8 +129,7 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
     """Run the steps in order. Before each one, print its number and the time left.
 
-    The time left follows from the estimate, corrected by the speed of the steps that this run has done. Raises
-    UserError if the folder is gone: the step would create it again, without its lock.
+    The time left follows from the estimate, corrected by the speed of the steps that this run has done.
     """
     spent = expected = 0.0
     names = list(steps)
@@ -139,8 +138,6 @@ def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
         left = sum(planned.seconds[later] for later in names[number:]) * pace
         own = duration(planned.seconds[name] * pace)
         print(f"step {number + 1} of {len(steps)}: {name}, {own}; {duration(left)} left in all", flush=True)
-        if not settings_file(root).exists():
-            raise UserError(f"{root}: was removed during the run; the same command starts again")
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from longspec.pipeline.settings import TASKS
 
 BOOTSTRAPS = 1000
-KEY = ["task", "context", "id", "seed"]
-"""Columns that identify a prompt and the seed of its decoding; methods are compared on equal keys."""
+KEY = ["task", "context", "id"]
+"""Columns that identify a prompt; methods are compared on equal keys."""
 
 
 class Figure(NamedTuple):
@@ -68,23 +68,21 @@ def tokens_per_round(samples: pandas.DataFrame, tokens: str = "decoded_tokens") 
 
 
 def tokens_per_second(samples: pandas.DataFrame) -> Figure:
-    """Decoding speed without prefill, over the samples that have a time."""
-    timed = samples.dropna(subset="decode_s")
-    return pooled([timed["decoded_tokens"], timed["decode_s"]], prompt_names(timed))
+    """Decoding speed without prefill."""
+    return pooled([samples["decoded_tokens"], samples["decode_s"]], prompt_names(samples))
 
 
 def speed_ratio(
     samples: pandas.DataFrame, others: pandas.DataFrame, tokens: str = "decoded_tokens", seconds: str = "decode_s"
 ) -> Figure:
-    """Tokens/s of `samples` divided by those of `others`, over the prompts for which both have a time."""
-    names = [tokens, seconds, f"{tokens}_other", f"{seconds}_other"]
-    both = samples.merge(others, on=KEY, suffixes=("", "_other")).dropna(subset=names)
-    return pooled([both[name] for name in names], prompt_names(both))
+    """Tokens/s of `samples` divided by those of `others`, over the prompts that both have."""
+    both = samples.merge(others, on=KEY, suffixes=("", "_other"))
+    return pooled([both[name] for name in (tokens, seconds, f"{tokens}_other", f"{seconds}_other")], prompt_names(both))
 
 
 def prompt_names(samples: pandas.DataFrame) -> list[str]:
     """The prompt of each sample."""
-    return [f"{task} {context} {name}" for task, context, name in zip(*(samples[k] for k in KEY[:3]), strict=True)]
+    return [f"{task} {context} {name}" for task, context, name in zip(*(samples[key] for key in KEY), strict=True)]
 
 
 def context_name(context: int) -> str:

@@ -1,6 +1,6 @@
 """Typed settings of `longspec draft`: derived from the target, or read from a YAML file, with key=value overrides."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from longspec.models.draft_layer import GLIDE
 FORCED = "forced"
 """The default tree on vanilla's greedy answer, which is teacher-forced (see `forced.forced_acceptance`)."""
 TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "own", "everyday", "aime24", "edit", "quote")
-HEAD_TOKENS = 48
-"""First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
 OWN = "own"
 """The prompts in the user's files (`Settings.text`): a group, and a task."""
 GROUPS = (
@@ -148,6 +146,8 @@ class MethodSettings:
     lookup_branches: bool = False
     """Whether continuations found in the context join a tree."""
     gamma: int = 4
+    drafter: str = "tree"
+    """What proposes tokens with method FORCED: tree, or lookup with a chain as tree_shape."""
     tasks: list[str] = field(default_factory=list)
     """Tasks on which the method is measured; empty for all."""
     contexts: list[int] = field(default_factory=list)
@@ -225,53 +225,27 @@ def settings_yaml(settings: Settings) -> str:
 
 def check_settings(settings: Settings) -> None:
     """Raise UserError that names the first key with a wrong value."""
-    for split in ("train", "validation"):
-        for group, count in getattr(settings.prompts, split).items():
-            _require(group in GROUPS, f"prompts.{split}.{group}", f"no such group; use {', '.join(GROUPS)}")
-            _require(count >= 0, f"prompts.{split}.{group}", "must not be negative")
-
-    for key in ("contexts", "short_contexts"):
-        contexts = getattr(settings.prompts, key)
-        valid = len(contexts) == 2 and 0 < contexts[0] <= contexts[1]
-        _require(valid, f"prompts.{key}", "must be [shortest, longest]")
-    for name, answers in settings.answers.items():
-        _require(name != "chat", "answers.chat", "this name is reserved for the section chat")
-        unknown = set(answers.prompts) - set(GROUPS)
-        _require(not unknown, f"answers.{name}.prompts", f"no such group: {', '.join(sorted(unknown))}")
-    for name, stage in settings.training.stages.items():
-        check_data(settings, stage, f"training.stages.{name}")
-    _require(
-        settings.training.architecture in architectures(),
-        "training.architecture",
-        f"no architecture {settings.training.architecture}; use one of {', '.join(architectures())}",
-    )
-    adopted = [name for name, probe in settings.probes.items() if probe.adopt]
-    _require(len(adopted) < 2, "probes", f"{' and '.join(adopted)} have adopt; one probe decides")
-
-    for task in settings.evaluation.tasks:
-        _require(task in TASKS, f"evaluation.tasks.{task}", f"no such task; use {', '.join(TASKS)}")
-    for number, method in enumerate(settings.evaluation.methods):
-        key = f"evaluation.methods[{number}]"
-        kinds = (*METHODS, AUTO, FORCED)
-        _require(method.kind in kinds, key, f"no method {method.kind}; use one of {', '.join(kinds)}")
-        enough = method.prompts <= settings.prompts.test
-        _require(enough, f"{key}.prompts", f"must be at most prompts.test ({settings.prompts.test})")
-        unknown = set(method.tasks) - set(settings.evaluation.tasks)
-        _require(not unknown, key, f"no task {', '.join(sorted(unknown))} in evaluation.tasks")
-        short = method.last_tokens is not None and method.last_tokens <= HEAD_TOKENS
-        _require(not short, f"{key}.last_tokens", f"must be more than the head's {HEAD_TOKENS}")
-
-
-def check_data(settings: Settings, stage: StageSettings, key: str) -> None:
-    """Raise UserError if a stage names an unknown run of the target or a negative count. key: the stage's."""
+    prompts, evaluation, stages = settings.prompts, settings.evaluation, settings.training.stages
     runs = ["chat", *settings.answers]
-    for part, names in (("answers", stage.answers), ("replay", stage.replay)):
+    choices: list[tuple[str, Iterable[str], Collection[str]]] = [
+        ("prompts.train", prompts.train, GROUPS),
+        ("prompts.validation", prompts.validation, GROUPS),
+        *((f"answers.{name}.prompts", run.prompts, GROUPS) for name, run in settings.answers.items()),
+        *((f"training.stages.{name}.answers", stage.answers, runs) for name, stage in stages.items()),
+        *((f"training.stages.{name}.replay", stage.replay, runs) for name, stage in stages.items()),
+        ("training.architecture", [settings.training.architecture], architectures()),
+        ("evaluation.tasks", evaluation.tasks, TASKS),
+        ("evaluation.methods", [method.kind for method in evaluation.methods], (*METHODS, AUTO, FORCED)),
+        *((f"evaluation.methods, {one.name}.drafter", [one.drafter], ("tree", "lookup")) for one in evaluation.methods),
+        *((f"evaluation.methods, {one.name}.tasks", one.tasks, evaluation.tasks) for one in evaluation.methods),
+    ]
+    for key, names, allowed in choices:
         for name in names:
-            _require(name in runs, f"{key}.{part}", f"no run {name} of the target; use {', '.join(runs)}")
-    for name, count in stage.replay.items():
-        _require(count >= 0, f"{key}.replay.{name}", "must not be negative")
-
-
-def _require(condition: bool, key: str, problem: str) -> None:
-    if not condition:
-        raise UserError(f"config key {key}: {problem}")
+            if name not in allowed:
+                raise UserError(f"config key {key}: no {name}; use {', '.join(allowed)}")
+    if "chat" in settings.answers:
+        raise UserError("config key answers.chat: this name is reserved for the section chat")
+    for key in ("contexts", "short_contexts"):
+        contexts = getattr(prompts, key)
+        if len(contexts) != 2 or not 0 < contexts[0] <= contexts[1]:
+            raise UserError(f"config key prompts.{key}: must be [shortest, longest]")

@@ -37,23 +37,8 @@ LEAST_LETTERS = 0.4
 
 @dataclass(frozen=True)
 class Meeting:
-    id: str
     transcript: str
     queries: tuple[str, ...]
-
-
-@dataclass
-class Texts:
-    """The user's records of one split."""
-
-    questions: list[tuple[str, str]] = field(default_factory=list)
-    """Questions of gsm8k, each with its worked answer."""
-    meetings: list[Meeting] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    """Problems of AIME 2024."""
-    documents: list["SourceFile"] = field(default_factory=list)
-    own: list[dict[str, Any]] = field(default_factory=list)
-    """The user's prompts, each with "messages" or a "prefix"."""
 
 
 @dataclass(frozen=True)
@@ -65,36 +50,64 @@ class SourceFile:
     text: str
 
 
+@dataclass
+class Texts:
+    """The user's records of one split."""
+
+    questions: list[tuple[str, str]] = field(default_factory=list)
+    """Questions of gsm8k, each with its worked answer."""
+    meetings: list[Meeting] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Problems of AIME 2024."""
+    documents: list[SourceFile] = field(default_factory=list)
+    own: list[dict[str, Any]] = field(default_factory=list)
+    """The user's prompts, each with "messages" or a "prefix"."""
+
+
 def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
     """The records of a split, and the documents whose collection belongs to it. Tasks without a file are empty.
 
-    A task's file is FOLDER/TASK/SPLIT.jsonl, FOLDER/TASK_SPLIT.jsonl or, for the test, FOLDER/TASK.jsonl. Training and
-    validation share the file of the split train. Raises UserError for an invalid record.
+    A task's file is FOLDER/TASK/SPLIT.jsonl or FOLDER/TASK_SPLIT.jsonl. Training and validation share the file of the
+    split train. Raises UserError for an invalid record.
     """
     texts = Texts()
     for file in sorted(Path(documents).glob("*/*.txt")) if documents else ():
         if split_of(file.parent.name) == split and (text := _read(file)) is not None:
             texts.documents.append(SourceFile(file.parent.name, f"{file.parent.name}/{file.name}", text))
-    if folder is None:
-        return texts
-    source = "test" if split == "test" else "train"
-
-    for number, question in enumerate(_read_task(folder, "gsm8k", source, _question)):
-        if source == "test" or (number % VALIDATION_SHARE == 0) == (split == "validation"):
-            texts.questions.append(question)
-
-    meetings: dict[str, Meeting] = {}
-    for meeting in _read_task(folder, "qmsum", source, _meeting):
-        if meeting.id in meetings:  # LongBench has one record per query
-            meeting = Meeting(meeting.id, meeting.transcript, (*meetings[meeting.id].queries, *meeting.queries))
-        meetings[meeting.id] = meeting
-    for meeting in meetings.values():
-        if source == "test" or (_bucket(meeting.id) % VALIDATION_SHARE == 0) == (split == "validation"):
-            texts.meetings.append(meeting)
-
-    if split == "test":
-        texts.problems = _read_task(folder, "aime24", source, lambda record: text_of(record.get("problem"), "problem"))
+    if folder is not None:
+        questions = _read_task(folder, "gsm8k", split, _question)
+        texts.questions = [one for one in questions if _belongs(one[0], split)]
+        meetings = _read_task(folder, "qmsum", split, _meeting)
+        texts.meetings = [one for one in meetings if _belongs(one.transcript, split)]
+        if split == "test":
+            texts.problems = _read_task(
+                folder, "aime24", split, lambda record: text_of(record.get("problem"), "problem")
+            )
     return texts
+
+
+def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """The records of a task's file, converted by `read`; [] if there is no file."""
+    source = "test" if split == "test" else "train"
+    files = [Path(folder, name) for name in (f"{task}/{source}.jsonl", f"{task}_{source}.jsonl")]
+    return [record for file in files if file.is_file() for record in read_records(file, read)]
+
+
+def _belongs(text: str, split: str) -> bool:
+    """Whether a record belongs to a split among those that share its file."""
+    return split == "test" or (_bucket(text) % VALIDATION_SHARE == 0) == (split == "validation")
+
+
+def _question(record: dict[str, Any]) -> tuple[str, str]:
+    return text_of(record.get("source"), "source"), text_of(record.get("target"), "target")
+
+
+def _meeting(record: dict[str, Any]) -> Meeting:
+    queries = record.get("queries")
+    if not isinstance(queries, list) or not queries:
+        raise RecordError("queries", "must be a list of queries")
+    texts = tuple(text_of(one.get("query"), "queries.query") for one in queries)
+    return Meeting(text_of(record.get("context"), "context"), texts)
 
 
 def read_own(settings: Settings, target: TargetText) -> dict[str, list[dict[str, Any]]]:
@@ -127,29 +140,6 @@ def read_own(settings: Settings, target: TargetText) -> dict[str, list[dict[str,
     return prompts
 
 
-def _read_task(folder: str, task: str, split: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
-    """The records of a task's file, converted by `read`; [] if there is no file."""
-    names = [f"{task}/{split}.jsonl", f"{task}_{split}.jsonl"] + ([f"{task}.jsonl"] if split == "test" else [])
-    file = next((path for name in names if (path := Path(folder, name)).is_file()), None)
-    return [] if file is None else list(read_records(file, read))
-
-
-def _question(record: dict[str, Any]) -> tuple[str, str]:
-    return text_of(record.get("source"), "source"), text_of(record.get("target"), "target")
-
-
-def _meeting(record: dict[str, Any]) -> Meeting:
-    """Convert a record of a meeting with its queries, or LongBench's record of a meeting with one query."""
-    transcript = text_of(record.get("context"), "context")
-    if isinstance(record.get("queries"), list):
-        queries = tuple(text_of(one.get("query"), "queries.query") for one in record["queries"])
-    else:
-        queries = (text_of(record.get("input"), "input"),)
-    if not queries:
-        raise RecordError("queries", "is empty")
-    return Meeting(hashlib.sha256(transcript.encode()).hexdigest()[:12], transcript, queries)
-
-
 def _bucket(name: str) -> int:
     """A 32-bit hash that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
@@ -171,14 +161,13 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
     packages.sort(key=lambda path: SPLITS[::-1].index(split_of(path.stem)))
 
     files: dict[str, list[SourceFile]] = {split: [] for split in SPLITS}
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     for package in packages:
         for path in sample_files(package, settings, chance):
             text = _read(path)
-            digest = hashlib.blake2b((text or "").encode(), digest_size=16).digest()
-            if text is None or digest in seen or not is_written(text):
+            if text is None or text in seen or not is_written(text):
                 continue
-            seen.add(digest)
+            seen.add(text)
             relative = str(path.relative_to(package.parent))
             files[split_of(package.stem)].append(SourceFile(package.stem, relative, text))
 

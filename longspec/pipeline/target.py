@@ -42,26 +42,10 @@ class TargetText:
         return len(self._encode(text))
 
     @cached_property
-    def chat_overhead(self) -> int:
-        """Number of tokens that the chat format adds to one user turn."""
-        return self._empty_turns("user")
-
-    @cached_property
     def exchange_overhead(self) -> int:
         """Number of tokens that the chat format adds to an earlier user turn and its answer."""
-        return self._empty_turns("user", "assistant", "user") - self.chat_overhead
-
-    def _empty_turns(self, *roles: str) -> int:
-        return len(self.prompt_ids({"messages": [{"role": role, "content": ""} for role in roles]}))
-
-    def head(self, text: str, tokens: int) -> tuple[str, int]:
-        """The longest beginning of `text` in whole lines that has at most `tokens` tokens, and its number of tokens."""
-        piece = text[: LONGEST_TOKEN * tokens] if tokens > 0 else ""
-        encoding = self._encode(piece)
-        if len(encoding) <= max(0, tokens):
-            return piece, len(encoding)
-        cut = piece[: encoding.token_to_chars(tokens)[0]]
-        return cut[: cut.rfind("\n") + 1] or cut, tokens
+        turns = [{"role": role, "content": ""} for role in ("user", "assistant", "user")]
+        return len(self.prompt_ids({"messages": turns})) - len(self.prompt_ids({"messages": turns[:1]}))
 
     def tail(self, text: str, tokens: int) -> tuple[str, int]:
         """The longest end of `text` in whole lines that has at most `tokens` tokens, and its number of tokens."""
@@ -70,7 +54,7 @@ class TargetText:
         if len(encoding) <= max(0, tokens):
             return piece, len(encoding)
         cut = piece[encoding.token_to_chars(len(encoding) - tokens)[0] :]
-        return cut[cut.find("\n") + 1 :], tokens
+        return cut[cut.find("\n") + 1 :] or cut, tokens
 
     def _encode(self, text: str) -> Any:
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)

@@ -38,36 +38,21 @@ def launched_ranks() -> tuple[int, int]:
 
     A run without a launcher is rank 0 of 1. Raises UserError if the environment is contradictory.
     """
-    rank = _environment_number("RANK")
-    world_size = _environment_number("WORLD_SIZE")
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    is_launch = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
     # Defaults are for one process only; guessed values would make ranks wait for each other.
-    missing = [name for name in ALONE if name not in os.environ and name != "LOCAL_RANK"]
-    if world_size > 1 and missing:
+    if not is_launch or (int(world_size) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
         raise UserError(
-            f"environment variable WORLD_SIZE: {world_size} ranks, but {', '.join(missing)} not set; start the run "
-            "with `deepspeed` or `torchrun`, or unset WORLD_SIZE for a run on one device"
+            f"environment variables: RANK is {rank!r} and WORLD_SIZE {world_size!r}, without what a launcher sets; "
+            "start the run with `deepspeed` or `torchrun`, or unset them for a run on one device"
         )
-    if rank >= world_size:
-        raise UserError(f"environment variable RANK: {rank}, but WORLD_SIZE is {world_size}; ranks count from 0")
-    return rank, world_size
+    return int(rank), int(world_size)
 
 
 def complete_environment() -> None:
-    """Set the variables that a run without a launcher lacks, for libraries that read them.
-
-    Processes that this one starts inherit them and count as launched.
-    """
+    """Set the variables that a run without a launcher lacks, for libraries that read them."""
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
-
-
-def _environment_number(name: str) -> int:
-    value = os.environ.get(name, ALONE[name])
-    if not value.isdecimal():
-        raise UserError(
-            f"environment variable {name}: {value!r} is not a number; start the run with `deepspeed` or `torchrun`"
-        )
-    return int(value)
 
 
 @contextmanager
@@ -172,9 +157,7 @@ class Termination(StopSignals):
     each step calls `agreed`, so that all ranks stop after the same step.
     """
 
-    def __init__(self, at_once: bool = False) -> None:
-        super().__init__(at_once)
-        self._noticed_at: float | None = None
+    _noticed_at: float | None = None
 
     def __str__(self) -> str:
         return self.cause or ("no signal" if self.received is None else signal.Signals(self.received).name)

@@ -5,14 +5,10 @@ meet at the end. A command without a launcher is a single replica, for which all
 """
 
 import os
-import socket
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from longspec.errors import UserError
 from longspec.ranks.agreement import (
     agreed_outcome,
     attempt,
@@ -40,20 +37,17 @@ POLL_S = 0.1
 """Seconds between two looks at stop signals while a rank waits for the others."""
 STOP = "stop"
 """Key of the store that holds the number of the first stop signal."""
-LOST = "lost"
-"""Counter of the ranks that have noticed the end of another rank."""
 
 
 class Replicas:
-    """The ranks of a launch, as seen by one of them."""
+    """The ranks of a launch, as seen by one of them. If another one has ended, the collectives end this one, too."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None) -> None:
-        """store: shared by all ranks; None for a single replica. Use `joined_replicas`."""
+        """store: shared by all ranks; None for a single one. Use `joined_replicas`."""
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
-        self._store = store
-        self._counts: Counter[str] = Counter()
+        self._store = store or dist.HashStore()
         self._run = 0
 
     def device(self, device: str | None) -> str | None:
@@ -66,29 +60,25 @@ class Replicas:
 
     def from_rank_zero(self, compute: Callable[[], T]) -> T:
         """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
-        if self._store is None:
+        if self.size == 1:
             return compute()
         outcome = outcome_of(compute) if self.rank == 0 else None
         with self._connected():
             return agreed_outcome(outcome)
 
     def together(self, build: Callable[[], T]) -> T:
-        """The result of this rank's own `build()`, once it has succeeded on all ranks.
-
-        A UserError on any rank ends all ranks with exit code 2, and the message of the first such rank is printed.
-        """
-        if self._store is None:
+        """The result of this rank's own `build()`. A UserError on any rank ends all, and the first one is printed."""
+        if self.size == 1:
             return build()
         built, problem = attempt(build)
-        problems = self.gather(problem)
-        failed = [rank for rank, text in enumerate(problems) if text is not None]
-        if failed:
-            if self.rank == failed[0]:
-                label = f"rank {self.rank} on {socket.gethostname()}: " if self.rank else ""
-                print(f"error: {label}{problem}", file=sys.stderr, flush=True)
-            # The first of these ranks has printed its message before another one ends.
-            self.gather(None)
-            raise SystemExit(2)
+        problems = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text is not None]
+
+        def check() -> None:
+            if problems:
+                rank, text = problems[0]
+                raise UserError(f"rank {rank}: {text}" if rank else text)
+
+        self.from_rank_zero(check)
         return built[0]
 
     def rank_zero_first(self, build: Callable[[], T]) -> T:
@@ -99,124 +89,79 @@ class Replicas:
 
     def gather(self, value: T) -> list[T]:
         """The `value` of each rank, in order of rank. It is sent pickled."""
-        if self._store is None:
+        if self.size == 1:
             return [value]
         with self._connected():
             return from_every_rank(value)
 
     def check_shared(self, folder: Path) -> None:
         """End all ranks with an error unless all of them see the files that rank 0 writes to a folder."""
-        if self._store is not None:
+        if self.size > 1:
             with self._connected():
                 check_shared(folder)
 
     def share(self, loads: Sequence[int]) -> list[int]:
-        """The indices of this rank's items. All ranks must call it with the same loads."""
-        return balanced(loads, self.size)[self.rank]
+        """The indices of this rank's items. They are dealt to the ranks in turn, the largest load first."""
+        by_load = sorted(range(len(loads)), key=lambda index: -loads[index])
+        return sorted(by_load[self.rank :: self.size])
 
-    def start_counts(self) -> None:
-        """Start all shared counters at 0. All ranks must call it, before they count."""
+    def start_count(self) -> None:
+        """Start another shared counter at 0. All ranks must call it, before they count."""
         self._run += 1
-        self._counts.clear()
 
-    def count(self, name: str, items: int) -> int:
-        """Add to the shared counter `name`, and return its value, to which all ranks have added."""
-        if self._store is None:
-            self._counts[name] += items
-        else:
-            with self._connected():
-                self._counts[name] = self._store.add(f"count/{self._run}/{name}", items)
-        return self._counts[name]
-
-    def last_count(self, name: str) -> int:
-        """The last value of a shared counter that this rank has seen."""
-        return self._counts[name]
+    def count(self, items: int) -> int:
+        """Add to the shared counter, and return its value, to which all ranks have added."""
+        with self._connected():
+            return self._store.add(f"count/{self._run}", items)
 
     def stopped(self, stop: StopSignals) -> bool:
         """Whether a stop signal has reached any rank. Then `stop.received` is set on this rank, too."""
         with self._connected():
-            self._pass_on(stop)
+            if stop.received is not None:
+                self._store.set(STOP, str(stop.received))
+            elif self._store.check([STOP]):
+                stop.received = int(self._store.get(STOP))
         return stop.received is not None
 
-    def _pass_on(self, stop: StopSignals) -> None:
-        """Tell the other ranks about a stop signal, or learn of theirs. Raises RuntimeError if the store has ended."""
-        if self._store is None:
-            return
-        if stop.received is not None:
-            self._store.set(STOP, str(stop.received))
-        elif self._store.check([STOP]):
-            stop.received = int(self._store.get(STOP))
-
-    def meet(self, stop: StopSignals, watch: Callable[[], object] = lambda: None) -> None:
-        """Wait until every rank has called this. Raises LostRank if one has ended before.
+    def meet(self, stop: StopSignals, watch: Callable[[], object]) -> None:
+        """Wait until every rank has called this.
 
         Stop signals are passed on meanwhile, so that the others come after their current work. watch: called every
         POLL_S seconds, and once more after it.
         """
-        if self._store is None:
+        if self.size == 1:
             return
         with self._connected():
-            self._pass_on(stop)
+            self.stopped(stop)
             arrival = dist.barrier(group=waiting_group(), async_op=True)
             while not arrival.is_completed():
-                self._pass_on(stop)
+                self.stopped(stop)
                 watch()
                 time.sleep(POLL_S)
             arrival.wait()
             # The last rank may have come because of a signal, which it passed on just before.
-            self._pass_on(stop)
+            self.stopped(stop)
             watch()
             # Rank 0 may host the store, so it leaves after the last use of it.
             from_every_rank(None)
 
-    @cached_property
-    def reports_loss(self) -> bool:
-        """Whether this rank is to report that another one has ended. True on one of those that notice it."""
-        try:
-            return self._store is None or self._store.add(LOST, 1) == 1
-        except RuntimeError:  # the store has ended with rank 0
-            return True
-
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Turn the error of a broken connection into LostRank."""
+        """End this process with a line if the connection is broken."""
         try:
             yield
         except RuntimeError as error:
-            raise LostRank(self) from error
-
-
-class LostRank(SystemExit):
-    """The end of a process that has lost another rank. One of the remaining ranks prints a line."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        line = (
-            f"rank {replicas.rank} of {replicas.size} ends, because another rank has ended; the same command continues"
-        )
-        super().__init__(line if replicas.reports_loss else 1)
-
-
-def balanced(loads: Sequence[int], ranks: int) -> list[list[int]]:
-    """The indices of each rank's items, in ascending order.
-
-    The largest items come first, each to the rank with the smallest load so far. Ties go to the lower number.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):
-        rank = totals.index(min(totals))
-        shares[rank].append(index)
-        totals[rank] += loads[index]
-    return [sorted(share) for share in shares]
+            raise SystemExit(
+                f"rank {self.rank} of {self.size} ends, because another rank has ended; the same command continues"
+            ) from error
 
 
 @contextmanager
 def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
     """The replicas of this process's launch, connected until the context ends.
 
-    tp_size: number of ranks that share a target (see `inference.process_group`). If there are several, they are a
-    single replica. Raises UserError for environment variables that contradict each other, and if the ranks do not
-    connect.
+    tp_size: number of ranks that share a target (see `inference.process_group`); several are a single replica. Raises
+    UserError for an environment that no launcher sets, and if the ranks do not connect.
     """
     rank, size = launched_ranks()
     if size == 1 or tp_size > 1:

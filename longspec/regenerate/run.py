@@ -25,9 +25,9 @@ from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
 from longspec.models.target_files import read_generation_config
-from longspec.ranks.replicas import LostRank, Replicas
-from longspec.regenerate.settings import NOT_STORED, Settings, check_settings
-from longspec.regenerate.shards import SplitShards, identity, shard_size
+from longspec.ranks.replicas import Replicas
+from longspec.regenerate.settings import Settings, check_settings
+from longspec.regenerate.shards import SplitShards, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -50,7 +50,7 @@ def regenerate(
     """
     replicas = replicas or Replicas()
     load_weights = partial(load, dtype=dtype, device=device)
-    shards, facts, files, make_writer = replicas.rank_zero_first(lambda: _prepare(settings, replicas, load_weights))
+    shards, files, make_writer = replicas.rank_zero_first(lambda: _prepare(settings, replicas, load_weights))
 
     def work(shard: int) -> int:
         """To be balanced over ranks: the length of a shard's prompts in bytes, and its new tokens."""
@@ -60,19 +60,16 @@ def regenerate(
     with ExitStack() as stack:
 
         def claim() -> list[int]:
-            stack.enter_context(shards.claimed(facts))
+            stack.enter_context(shards.claimed())
             return shards.missing()
 
-        missing = agree(claim, identity(facts), shards.folder, replicas)
+        missing = agree(claim, shards.identity, shards.folder, replicas)
         if missing:
             writer = replicas.together(make_writer)
-
             done = shards.total - sum(len(shards.range(shard)) for shard in missing)
             # A stop signal ends the process at once.
             job = ResumableJob(shards.total, "prompt", shards.output, StopSignals(), replicas)
             job.run(missing, work, partial(_write_shards, writer, shards), done, settings.split)
-            if job.is_lost:
-                raise LostRank(replicas)
         return shards.merge() if replicas.rank == 0 else None
 
 
@@ -85,56 +82,46 @@ def _write_shards(writer: Writer, shards: SplitShards, own: Iterator[int], count
 
 def _prepare(
     settings: Settings, replicas: Replicas, load: Callable[..., Any]
-) -> tuple[SplitShards, dict[str, Any], PromptFiles | None, Callable[[], Writer]]:
-    """Check a run. Only its weights are still to be loaded.
-
-    Returns its shards, everything that determines its text and versions, its prompts (None if the target writes the
-    user turns), and a function that loads the weights.
-    """
+) -> tuple[SplitShards, PromptFiles | None, Callable[[], Writer]]:
+    """The shards of a run that has been checked, its prompts, if any, and a function that loads the weights."""
     check_settings(settings)
+    report = print if replicas.rank == 0 else lambda line: None
     files = PromptFiles(settings.files) if settings.files else None
     named = choose_pair(settings.target, settings.draft)
     pair, config, tokenizer = read_target(named, settings.chat_template_kwargs)
     target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
-    report = print if replicas.rank == 0 else lambda line: None
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     report_ignored(read_generation_config(target, config), target, (), report)
     settings.penalties(tokenizer, config.vocab_size)  # checks them
     total = min(settings.count or len(files), len(files)) if files else settings.count
-    settings = replace(settings, chat_format=chat_format, shard_size=shard_size(settings, total))
+    settings = replace(settings, chat_format=chat_format, shard_size=settings.shard_size or shard_size(total))
     if files and files.unread:
         report(unread_note(files.unread))
     if files and replicas.rank == 0:
         _check_prompts(files, total, settings, config.model_type, tokenizer)
-    facts = _facts(settings, files, target_digest(target, config))
+
+    # As YAML will store it: tuples become lists.
+    facts = json.loads(json.dumps(asdict(settings)))
+    del facts["output_dir"]
+    facts["target_digest"] = target_digest(target, config)
     if draft is not None and settings.method in (*GLIDE_METHODS, AUTO):
         # The path may later hold another draft, whose trees draw other random numbers.
         facts["draft_digest"] = state_digest(load_draft(draft))
-    shards = SplitShards(settings, total)
-    return shards, facts, files, lambda: Writer(settings, load(target, draft)[0], tokenizer, files)
+    facts["files"] = files.digests if files else {}
+    facts["versions"] = versions()
+    shards = SplitShards(settings, total, facts)
+    return shards, files, lambda: Writer(settings, load(target, draft)[0], tokenizer, files)
 
 
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:
     """Print a line on the prompts that the chat template rejects. Raises UserError if it rejects all."""
     rejected: list[str] = []
-    given = family, tokenizer, settings.chat_format, rejected
-    kept = sum(len(files.read(number, number + 1, *given)) for number in range(total))
+    kept = sum(
+        len(files.read(number, number + 1, family, tokenizer, settings.chat_format, rejected))
+        for number in range(total)
+    )
     if rejected:
         line = f"{len(rejected)} of {kept + len(rejected)} prompts left out; the first one: {rejected[0]}"
         if not kept:
             raise UserError(f"{line}; no prompt is left")
         print(line)
-
-
-def _facts(settings: Settings, files: PromptFiles | None, digest: str) -> dict[str, Any]:
-    """Everything that determines the text of a run, and the versions of the libraries. digest: the target's."""
-    # As YAML will store it: tuples become lists.
-    facts = json.loads(json.dumps(asdict(settings)))
-    del facts["output_dir"]
-    for name, default in NOT_STORED.items():
-        if getattr(settings, name) == default:
-            del facts[name]
-    facts["target_digest"] = digest
-    facts["files"] = files.digests if files else {}
-    facts["versions"] = versions()
-    return facts

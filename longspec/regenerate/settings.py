@@ -2,20 +2,17 @@
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from longspec.command_line import DRAFTING
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
-from longspec.inference.options import FILTER_OPTIONS, check_filter
+from longspec.inference.options import FILTER_OPTIONS
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.token_options import token_settings, with_word_ids
+from longspec.inference.token_options import check_option, token_settings, with_word_ids
 
-LATER = ("chat_template_kwargs", *FILTERS, *DRAFTING, "draft", "token_options")
-"""Settings that earlier versions did not have."""
 SPLITS = ("train", "validation", "test")
 
 
@@ -78,10 +75,6 @@ class Settings:
         return token_settings(with_word_ids(self.token_options or {}, tokenizer), stop_ids, vocab)
 
 
-NOT_STORED: dict[str, Any] = {field.name: field.default for field in fields(Settings) if field.name in LATER}
-"""Settings at these values are not stored: folders of earlier versions lack them."""
-
-
 def check_settings(settings: Settings) -> None:
     """Raise UserError for a value outside its range."""
     if settings.split not in SPLITS:
@@ -93,7 +86,7 @@ def check_settings(settings: Settings) -> None:
     for temperature in settings.temperatures:
         check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
     for name in FILTER_OPTIONS:
-        check_filter(name, getattr(settings, name))
+        check_option(name, getattr(settings, name))
     for name in ("max_turn_tokens", "batch_size"):
         if getattr(settings, name) < 1:
             raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")

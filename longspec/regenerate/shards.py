@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from longspec.data.records import Record, RecordError, read_records
 from longspec.errors import UserError
 from longspec.jobs.job import differences
 from longspec.locks import locked
-from longspec.regenerate.settings import NOT_STORED, Settings
+from longspec.regenerate.settings import Settings
 from longspec.replacing import write_atomically
 from longspec.untrusted import read_yaml
 
@@ -25,29 +25,28 @@ SHARDS, LARGEST = 128, 2048
 """Number of shards of a run, and the largest number of prompts in one; more prompts make more shards."""
 
 
-def shard_size(settings: Settings, total: int) -> int:
-    """Prompts per shard: the setting, else as in the shards on disk, else so that a stopped run loses few answers."""
-    file = split_folder(settings) / PROVENANCE_NAME
-    stored = _read_facts(file).get("shard_size", 0) if file.exists() else 0
-    return settings.shard_size or stored or min(-(-total // SHARDS), LARGEST)
-
-
-def split_folder(settings: Settings) -> Path:
-    """The folder of a split's shards."""
-    return Path(settings.output_dir) / f"{settings.split}.shards"
+def shard_size(total: int) -> int:
+    """Prompts per shard by default: so many that a stopped run loses few answers."""
+    return min(-(-total // SHARDS), LARGEST)
 
 
 class SplitShards:
-    """The shards of a split. SplitShards are written atomically, and a run resumes after the existing ones."""
+    """The shards of a split. They are written atomically, and a run resumes after the existing ones."""
 
-    def __init__(self, settings: Settings, total: int) -> None:
-        """total: number of prompts in all shards."""
+    def __init__(self, settings: Settings, total: int, facts: dict[str, Any]) -> None:
+        """total: number of prompts in all shards. facts: what determines their text, and versions of the libraries."""
         self.settings = settings
         self.total = total
+        self.facts = facts
         self.count = -(-total // settings.shard_size)
         """Number of shards."""
-        self.folder = split_folder(settings)
+        self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that determines the text."""
+        return self.facts | {"versions": None}
 
     def range(self, shard: int) -> range:
         """The numbers of a shard's prompts."""
@@ -63,21 +62,17 @@ class SplitShards:
         return [shard for shard in range(self.count) if not self.path(shard).exists()]
 
     @contextmanager
-    def claimed(self, facts: dict[str, Any]) -> Iterator[None]:
-        """Lock the folder, which is created if needed, and store the facts of the run in it.
-
-        Raises UserError if another process writes to it, or if it has shards of a different run.
-        """
+    def claimed(self) -> Iterator[None]:
+        """Lock the folder and store the facts of the run in it. Raises UserError if it belongs to another run."""
         file = self.folder / PROVENANCE_NAME
         with locked(self.folder):
-            if file.exists():
-                if differing := differences(identity(_read_facts(file)), identity(facts)):
-                    raise UserError(
-                        f"{self.folder}: has shards of a different run ({differing}); give another output folder, or "
-                        "remove this one"
-                    )
-            else:
-                write_atomically(file, yaml.safe_dump(facts, sort_keys=False))
+            if not file.exists():
+                write_atomically(file, yaml.safe_dump(self.facts, sort_keys=False))
+            elif differing := differences(read_yaml(file) | {"versions": None}, self.identity):
+                raise UserError(
+                    f"{self.folder}: has shards of a different run ({differing}); give another output folder, or "
+                    "remove this one"
+                )
             yield
 
     def write(self, shard: int, records: list[Record], dropped: Counter[str]) -> None:
@@ -108,24 +103,12 @@ class SplitShards:
         if not lines:
             raise UserError(f"{self.folder}: no answer is left ({dict(dropped)})")
 
-        facts = _read_facts(self.folder / PROVENANCE_NAME)
+        facts = read_yaml(self.folder / PROVENANCE_NAME)
         facts |= {"records": len(lines), "new_tokens": new_tokens, "dropped": dict(sorted(dropped.items()))}
         # The split's file comes last: if it exists, its provenance does, too.
         write_atomically(self.output.with_suffix(f".{PROVENANCE_NAME}"), yaml.safe_dump(facts, sort_keys=False))
         write_atomically(self.output, "".join(lines))
         return self.output
-
-
-def identity(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that determine the text, those at their defaults included, without the versions of the libraries."""
-    return {name: value for name, value in {**NOT_STORED, **facts}.items() if name != "versions"}
-
-
-def _read_facts(file: Path) -> dict[Any, Any]:
-    try:
-        return read_yaml(file)
-    except UserError as error:
-        raise UserError(f"{error}; restore this file, or remove {file.parent} to start again") from error
 
 
 def describe(output: Path) -> str:

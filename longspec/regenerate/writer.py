@@ -15,14 +15,16 @@ from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.engine.requests import Request, Tokens
-from longspec.inference.request import Sampling, row_seed
+from longspec.inference.request import row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int, int], object]
-"""Called with the number of new tokens and of finished prompts since the last call."""
+Progress = Callable[[int], object]
+"""Called with the number of prompts that are finished now."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
+TURN_TEMPERATURE = 1.0
+"""Temperature of user turns that the target writes."""
 
 
 @dataclass
@@ -42,10 +44,6 @@ class _Shard:
     """The new tokens of each request."""
 
 
-TURN_TEMPERATURE = 1.0
-"""Temperature of user turns that the target writes."""
-
-
 class Writer:
     """Writes shards with one target."""
 
@@ -59,10 +57,7 @@ class Writer:
         self.model, self.drafting = model, checked_drafting(model, drafting_of(settings), False)
         self.stop_ids = sorted(end_tokens(model))
         self.special_ids = set(tokenizer.all_special_ids)
-
         max_positions = position_limit(model.config)
-
-        # Prompt and longest answer must fit the target together.
         self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
         if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
             raise UserError(
@@ -77,81 +72,63 @@ class Writer:
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
     def write_shards(self, rows: Mapping[int, range], done: Done, progress: Progress) -> None:
-        """Write some shards. rows: the numbers of the prompts of each one.
-
-        The rows of the batch that one shard leaves idle go to the next one.
-        """
+        """Write some shards. rows: the numbers of the prompts of each one."""
         shards = [_Shard(number, own) for number, own in rows.items()]
         if self.files is None:
-            self._write_turns(shards, progress)
+            self._write_turns(shards)
         else:
             for shard in shards:
-                rejected: list[str] = []
-                given = self.family, self.tokenizer, self.settings.chat_format, rejected
-                shard.prompts = self.files.read(shard.rows.start, shard.rows.stop, *given)
-                if rejected:
-                    shard.dropped["prompts: rejected by the chat template"] = len(rejected)
+                self._read_prompts(shard, self.files)
         for shard in shards:
             self._begin_answers(shard)
-            progress(0, len(shard.rows) - len(shard.requests))  # dropped without an answer
+            progress(len(shard.rows) - len(shard.requests))  # dropped without an answer
+            if not shard.requests:
+                done(shard.number, [], shard.dropped)
         owners = [shard for shard in shards for _ in shard.requests]
         left = Counter(shard.number for shard in owners)
 
         def finish(number: int) -> None:
             shard = owners[number]
-            progress(0, 1)
+            progress(1)
             left[shard.number] -= 1
             if not left[shard.number]:
                 done(shard.number, self._records(shard), shard.dropped)
 
-        for shard in shards:
-            if not shard.requests:
-                done(shard.number, [], shard.dropped)
-        self._answer(shards, progress, finish, self.settings.shard_size)
+        self._answer(shards, finish, self.settings.shard_size)
 
-    def _answer(
-        self,
-        shards: Sequence[_Shard],
-        progress: Progress,
-        finish: Callable[[int], object] = lambda number: None,
-        window: int | None = None,
-    ) -> None:
+    def _answer(self, shards: Sequence[_Shard], finish: Callable[[int], object], window: int | None = None) -> None:
         """Answer the requests of all shards. finish: called with the number of each complete answer."""
         requests = [request for shard in shards for request in shard.requests]
         answers = [answer for shard in shards for answer in shard.answers]
 
         def take(number: int, event: Tokens) -> None:
             answers[number] += event.ids
-            progress(len(event.ids), 0)
 
         listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
 
-    def _write_turns(self, shards: Sequence[_Shard], progress: Progress) -> None:
-        """Prompts whose user turns the target writes."""
-        penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.turn_stop_ids)
-        sampling = self.settings.sampling(TURN_TEMPERATURE, penalties)
-        for shard in shards:
-            prompts, samplings = [self.turn_opening] * len(shard.rows), [sampling] * len(shard.rows)
-            self._request(shard, "turns", prompts, samplings, self.settings.max_turn_tokens, self.turn_stop_ids)
-        self._answer(shards, progress)
-        for shard in shards:
-            shard.prompts = self._turn_prompts(shard)
+    def _read_prompts(self, shard: _Shard, files: PromptFiles) -> None:
+        rejected: list[str] = []
+        given = self.family, self.tokenizer, self.settings.chat_format, rejected
+        shard.prompts = files.read(shard.rows.start, shard.rows.stop, *given)
+        shard.dropped["prompts: rejected by the chat template"] = len(rejected)
 
-    def _turn_prompts(self, shard: _Shard) -> list[SourcePrompt]:
-        """The prompts with the user turns of a shard."""
-        prompts = []
-        for row, answer in zip(shard.rows, shard.answers, strict=True):
-            # A user turn without its end is no question; a cut answer is still good training text.
-            is_cut_off = answer[-1] not in self.turn_stop_ids
-            reason = "cut off" if is_cut_off else self._defect(answer, self.turn_stop_ids)
-            if reason:
-                shard.dropped[f"user turns: {reason}"] += 1
-                continue
-            turns: list[Turn] = [{"role": "user", "content": self._text(answer, self.turn_stop_ids)}]
-            text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
-            prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
-        return prompts
+    def _write_turns(self, shards: Sequence[_Shard]) -> None:
+        """Prompts whose user turns the target writes."""
+        for shard in shards:
+            asked = [(self.turn_opening, TURN_TEMPERATURE)] * len(shard.rows)
+            self._request(shard, "turns", asked, self.settings.max_turn_tokens, self.turn_stop_ids)
+        self._answer(shards, finish=lambda number: None)
+        for shard in shards:
+            for row, answer in zip(shard.rows, shard.answers, strict=True):
+                # A user turn without its end is no question; a cut answer is still good training text.
+                is_cut_off = answer[-1] not in self.turn_stop_ids
+                if reason := "cut off" if is_cut_off else self._defect(answer, self.turn_stop_ids):
+                    shard.dropped[f"user turns: {reason}"] += 1
+                    continue
+                turns: list[Turn] = [{"role": "user", "content": self._text(answer, self.turn_stop_ids)}]
+                text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
+                shard.prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
 
     def _begin_answers(self, shard: _Shard) -> None:
         """Keep the prompts that can be answered."""
@@ -165,27 +142,23 @@ class Writer:
         # A tokenizer may have more tokens than its target.
         kept = [row for row in fitting if max(token_ids[row]) < self.vocab_size]
         dropped["prompts: with a token that has no embedding"] += len(fitting) - len(kept)
-
-        penalties = self.settings.penalties(self.tokenizer, self.vocab_size, self.stop_ids)
-        samplings = [self.settings.sampling(temperatures[row], penalties) for row in kept]
-        shard.prompts, asked = [prompts[row] for row in kept], [token_ids[row] for row in kept]
-        self._request(shard, "answers", asked, samplings, self.settings.max_new_tokens, self.stop_ids)
+        shard.prompts = [prompts[row] for row in kept]
+        asked = [(token_ids[row], temperatures[row]) for row in kept]
+        self._request(shard, "answers", asked, self.settings.max_new_tokens, self.stop_ids)
 
     def _request(
-        self,
-        shard: _Shard,
-        use: str,
-        prompts: Sequence[list[int]],
-        samplings: Sequence[Sampling],
-        limit: int,
-        stop_ids: Sequence[int],
+        self, shard: _Shard, use: str, asked: Sequence[tuple[list[int], float]], limit: int, stop_ids: Sequence[int]
     ) -> None:
-        """Set the requests of a shard, each with a seed of its own. use: that of `shard_seed`."""
-        seed, stops = shard_seed(self.settings, shard.number, use), frozenset(stop_ids)
-        shard.requests = [
-            Request(prompt, limit, replace(sampling, seed=row_seed(seed, row)), stops)
-            for row, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-        ]
+        """Set the requests of a shard, each with a seed of its own.
+
+        use: that of `shard_seed`. asked: prompts and temperatures. limit: longest answer, in tokens.
+        """
+        penalties = self.settings.penalties(self.tokenizer, self.vocab_size, stop_ids)
+        seed = shard_seed(self.settings, shard.number, use)
+        shard.requests = []
+        for row, (prompt, temperature) in enumerate(asked):
+            sampling = replace(self.settings.sampling(temperature, penalties), seed=row_seed(seed, row))
+            shard.requests.append(Request(prompt, limit, sampling, frozenset(stop_ids)))
         shard.answers = [[] for _ in shard.requests]
 
     def _records(self, shard: _Shard) -> list[Record]:
@@ -218,6 +191,5 @@ class Writer:
         # The stop token comes from the chat format again.
         tokens = answer[:-1] if answer[-1] in stop_ids else answer
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if not text.strip():
-            return ""
-        return text.rstrip("\ufffd")  # a text that reached its limit may end inside a character
+        # A text that reached its limit may end inside a character.
+        return text.rstrip("\ufffd") if text.strip() else ""

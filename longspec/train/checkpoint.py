@@ -1,13 +1,8 @@
-"""Saving and loading the checkpoints of a run (see `generations` for the folders).
+"""Saving and reading the checkpoints of a run (see `generations` for the folders)."""
 
-Only global rank 0 writes shared files. Several hosts have a local rank 0 each.
-"""
-
-import errno
 import json
 import logging
 import math
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,10 +23,9 @@ from longspec.models.target_sample import TargetSample, read_sample
 from longspec.ranks.agreement import from_rank_zero
 from longspec.train.config import CONFIG_NAME, absolute_paths, is_checkpoint, read_config_file, to_yaml
 from longspec.train.config_schema import TrainConfig
-from longspec.train.contents import digests_only
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, marker_of
-from longspec.train.markers import Progress, Run, damage, write_marker
-from longspec.train.shards import MASTERS, Shards, adopt
+from longspec.train.markers import Marker, Run, damage, write_marker
+from longspec.train.shards import MASTERS, Shards
 from longspec.untrusted import read_json
 
 logger = logging.getLogger(__name__)
@@ -40,71 +34,61 @@ EVALUATION_NAME = "evaluation.json"
 """File in `checkpoint-best` with the metrics of its evaluation."""
 TARGET_NAME = "target.json"
 """File in a saved DeepSpeed state with the sample of the target."""
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk or an exhausted quota."""
 
 
-def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, progress: Progress, run: Run) -> None:
-    """Save the newest generation of `run`. All ranks call it; each writes its shard and rank 0 everything else.
+def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, marker: Marker) -> None:
+    """Save the newest generation of a run. All ranks call it; each writes its shard and rank 0 everything else.
 
-    Raises UserError if a file cannot be written, or if rank 0 does not see the shards of all ranks. The earlier
-    generations stay as they are in that case.
+    marker: that of the save, without files. Raises UserError if a file cannot be written, or if rank 0 does not see the
+    shards of all ranks. The earlier generations stay as they are in that case.
     """
     output = Path(config.output_dir)
-    state_folder, draft_folder = output / STATES[0], output / DRAFTS[0]
+    state_folder = output / STATES[0]
 
+    @_write_errors(output, marker.step)
     def clear_staging() -> None:
-        with _write_errors(output, progress):
-            complete_saves(output)
+        complete_saves(output, config.overwrite_output_dir)
 
+    @_write_errors(output, marker.step)
     def complete() -> None:
-        shards = sorted(state_folder.rglob("*_optim_states.pt"))
-        if len(shards) != progress.world_size:
+        shards = len(list(state_folder.rglob("*_optim_states.pt")))
+        if shards != marker.world_size:
             raise UserError(
-                f"{state_folder}: rank 0 sees {len(shards)} of the {progress.world_size} shards that the ranks wrote; "
+                f"{state_folder}: rank 0 sees {shards} of the {marker.world_size} shards that the ranks wrote; "
                 "output_dir must be one folder that all hosts share"
             )
         target = engine.module.draft_target
-        with _write_errors(output, progress):
-            _write_draft(draft_folder, draft, config, target, tokenizer)
-            _write_config(state_folder, config)
-            (state_folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
-            # The marker of the draft folder comes last, because it makes the whole generation valid.
-            write_marker(state_folder, progress, run)
-            write_marker(draft_folder, progress, run)
-            complete_saves(output)
+        _write_draft(output / DRAFTS[0], draft, config, target, tokenizer)
+        _write_config(state_folder, config)
+        (state_folder / TARGET_NAME).write_text(json.dumps(target.entries() if target else {}) + "\n")
+        # The marker of the draft folder comes last, because it makes the whole generation valid.
+        write_marker(state_folder, marker)
+        write_marker(output / DRAFTS[0], marker)
+        complete_saves(output, config.overwrite_output_dir)
 
     # Rank 0 clears the staging folders before any rank writes, and completes the save once all ranks have written.
     from_rank_zero(clear_staging)
-    with _write_errors(output, progress):
-        # Returns once all ranks have written.
-        engine.save_checkpoint(str(state_folder), tag=f"step{progress.step}", exclude_frozen_parameters=True)
+    with _write_errors(output, marker.step):
+        engine.save_checkpoint(str(state_folder), tag=f"step{marker.step}", exclude_frozen_parameters=True)
     # A collective under ZeRO-3, so it cannot be part of what rank 0 does alone.
     draft = gather_draft(engine.module)
     from_rank_zero(complete)
 
 
-def save_best(
-    model: Any,
-    tokenizer: Any,
-    config: TrainConfig,
-    progress: Progress,
-    metrics: dict[str, float],
-    run: Run,
-) -> None:
+def save_best(model: Any, tokenizer: Any, config: TrainConfig, metrics: dict[str, float], marker: Marker) -> None:
     """Save the current draft as `checkpoint-best`, with the `metrics` of its evaluation. All ranks call it."""
     output = Path(config.output_dir)
     draft = gather_draft(model)
 
+    @_write_errors(output, marker.step)
     def write() -> None:
-        with _write_errors(output, progress):
-            complete_saves(output)
-            folder = output / BEST[0]
-            _write_draft(folder, draft, config, model.draft_target, tokenizer)
-            # The marker covers the metrics, so a resumed run can trust them.
-            (folder / EVALUATION_NAME).write_text(json.dumps({"step": progress.step, **metrics}, indent=2) + "\n")
-            write_marker(folder, progress, run)
-            complete_saves(output)
+        complete_saves(output, config.overwrite_output_dir)
+        folder = output / BEST[0]
+        _write_draft(folder, draft, config, model.draft_target, tokenizer)
+        # The marker covers the metrics, so a resumed run can trust them.
+        (folder / EVALUATION_NAME).write_text(json.dumps({"step": marker.step, **metrics}, indent=2) + "\n")
+        write_marker(folder, marker)
+        complete_saves(output, config.overwrite_output_dir)
 
     from_rank_zero(write)
 
@@ -117,24 +101,17 @@ def read_best(config: TrainConfig, run: Run) -> float:
     folder = Path(config.output_dir) / BEST[1]
     if not folder.exists():
         return -math.inf
-    problem = _best_problem(folder, config, run)
+    problem = damage(folder)
     if problem is None:
-        return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
+        saved = marker_of(folder).run
+        # Digests only, because files may have moved. Another number of rows gives another mean of the same files.
+        files, own_files = ([digest for _, digest in each.contents.held_out] for each in (saved, run))
+        rows = read_config_file(folder / CONFIG_NAME).evaluation.rows
+        if (saved.id, files, rows) == (run.id, own_files, config.evaluation.rows):
+            return json.loads((folder / EVALUATION_NAME).read_text())["eval_acceptance_length"]
+        problem = f"{folder} is of another run or was the best on other held-out rows"
     logger.warning("%s; the next evaluation chooses a new %s", problem, BEST[1])
     return -math.inf
-
-
-def _best_problem(folder: Path, config: TrainConfig, run: Run) -> str | None:
-    """The reason why the draft in `folder` cannot be compared with those of `run`; None if it can."""
-    if problem := damage(folder):
-        return problem
-    saved_run = marker_of(folder).run
-    if saved_run.id != run.id:
-        return f"{folder} is of another run"
-    # Another number of rows gives another mean, even of the same files.
-    same_files = digests_only(saved_run.contents.held_out) == digests_only(run.contents.held_out)
-    same_rows = read_config_file(folder / CONFIG_NAME).evaluation.rows == config.evaluation.rows
-    return None if same_files and same_rows else f"{folder} was the best on other held-out rows"
 
 
 def _write_draft(
@@ -151,7 +128,7 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
 
 
 @contextmanager
-def _write_errors(output: Path, progress: Progress) -> Iterator[None]:
+def _write_errors(output: Path, step: int) -> Iterator[None]:
     """Convert errors of a full, read-only or lost disk to a UserError.
 
     torch hides the errno, and tokenizers raise a plain Exception, so both are recognized by their messages.
@@ -159,32 +136,26 @@ def _write_errors(output: Path, progress: Progress) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        signs = ("inline_container", *(f"(os error {number})" for number in FULL_DISK))
-        if not (isinstance(error, OSError) or any(sign in str(error) for sign in signs)):
+        if not (isinstance(error, OSError) or "inline_container" in str(error) or "(os error " in str(error)):
             raise
-        try:
-            free = f"{shutil.disk_usage(output).free / 2**20:.0f} MiB are free"
-        except OSError as disk_error:
-            free = f"the folder: {disk_error.strerror}"
         raise UserError(
-            f"{output}: the checkpoint of step {progress.step} could not be written ({first_line(error)}; {free}); "
-            "earlier checkpoints are kept; free space or repair the folder, then continue with resume=latest"
+            f"{output}: the checkpoint of step {step} could not be written ({first_line(error)}); earlier checkpoints "
+            "are kept; free space or repair the folder, then continue with resume=latest"
         ) from error
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:
-    """The draft's weights and vocabulary list on the CPU, without prefix, on global rank 0; {} on the other ranks. All
-    ranks call it.
+    """The draft's weights and vocabulary list on the CPU, without prefix, on rank 0; {} on the others.
 
-    Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the frozen target.
+    All ranks call it. Under ZeRO-3 one parameter at a time is gathered. DeepSpeed's consolidation would also gather the
+    frozen target.
     """
     state: dict[str, Tensor] = {}
-    for name, parameter in model.draft_model.named_parameters():  # type: ignore[union-attr, operator]
-        with deepspeed.zero.GatheredParameters(parameter):
+    draft: Any = model.draft_model
+    for name, weight in (*draft.named_parameters(), *draft.named_buffers()):
+        with deepspeed.zero.GatheredParameters(weight, enabled=hasattr(weight, "ds_id")):
             if dist.get_rank() == 0:
-                state[name] = parameter.detach().cpu().clone()
-    if dist.get_rank() == 0:
-        state |= {name: buffer.cpu().clone() for name, buffer in model.draft_model.named_buffers()}  # type: ignore[union-attr, operator]
+                state[name] = weight.detach().cpu().clone()
     return state
 
 
@@ -229,25 +200,17 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool =
     return len(draft)
 
 
-def load_state(engine: Any, folder: Path, progress: Progress) -> None:
-    """Load a saved state into an engine that has not stepped yet and was built with the state's `saved_draft`."""
-    adopt(engine, Shards(folder))
-    engine.global_steps = progress.step
-
-
 def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` resolved to a target if it is a checkpoint folder or a saved pair.
 
     A checkpoint folder names both the target of its run and its draft. A saved pair, in a folder or on the hub,
     also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
 
-    Raises UserError for a damaged folder, an unreadable configuration, or a folder with DeepSpeed's state.
+    Raises UserError for a damaged folder or an unreadable configuration.
     """
     draft = config.draft_model_name_or_path
     if is_checkpoint(config):
         folder = Path(config.model_name_or_path)
-        if (folder / "latest").is_file():
-            raise UserError(f"{folder}: DeepSpeed's state, not a target; give {DRAFTS[1]} or {DRAFTS[2]} of the run")
         if problem := damage(folder):
             raise UserError(f"{problem}; give {DRAFTS[1]} or {DRAFTS[2]} of a run")
         target = read_config_file(folder / CONFIG_NAME).model_name_or_path

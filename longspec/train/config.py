@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +22,7 @@ from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import check
 from longspec.train.config_schema import TrainConfig
-from longspec.train.recipe import auto_keys, with_auto_values, with_placeholders
+from longspec.train.recipe import AUTO, AUTO_KEYS, set_auto_values
 from longspec.untrusted import read_yaml
 
 SCHEMA = TypeAdapter(TrainConfig)
@@ -42,11 +42,7 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
         _validated(OmegaConf.to_container(composed))
         print(OmegaConf.to_yaml(composed), end="")
         return None
-    if automatic := auto_keys(composed):
-        # They follow from the other values, so these must have the right types.
-        others = typed(with_placeholders(composed, automatic))
-        composed = with_auto_values(OmegaConf.create(asdict(others)), automatic, ranks)
-    config = typed(composed)
+    config = typed_with_auto(composed, ranks)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
     if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
@@ -81,7 +77,20 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
             group, value, options = found.groups()
             raise UserError(f"config key {group}: no {value!r}; there are: {', '.join(options.split())}") from error
         key = getattr(error, "full_key", None)
-        raise UserError(f"config {f'key {key}' if key else name}: {_one_line(error)}") from error
+        raise UserError(f"config {f'key {key}' if key else name}: {' '.join(str(error).split())}") from error
+
+
+def typed_with_auto(composed: DictConfig, ranks: int | None = None) -> TrainConfig:
+    """`composed` as a TrainConfig, with values of the keys that are `auto`. Raises UserError as `typed`.
+
+    ranks: their number; None for that of this process's launch.
+    """
+    keys = [key for key in AUTO_KEYS if OmegaConf.select(composed, key) == AUTO]
+    for key in keys:
+        OmegaConf.update(composed, key, AUTO_KEYS[key], merge=False)
+    config = typed(composed)
+    set_auto_values(config, keys, ranks)
+    return config
 
 
 def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
@@ -118,18 +127,10 @@ def _key(problem: Any) -> str:
 
 def _key_error(problem: Any) -> UserError:
     """The error for one of pydantic's about a value."""
-    match problem["type"]:
-        case "missing":
-            return _unset_key(_key(problem))
-        case "dataclass_type":
-            message = "must be a section of keys"
-        case "too_short" | "too_long":
-            lengths = problem["ctx"]
-            message = f"must have {lengths.get('min_length', lengths.get('max_length'))} elements"
-        case _:
-            message = problem["msg"].replace("Input should be", "must be")
-    given = f", not {problem['input']!r:.80}" if message.startswith("must ") else ""
-    return UserError(f"config key {_key(problem)}: {message}{given}")
+    if problem["type"] == "missing":
+        return _unset_key(_key(problem))
+    message = problem["msg"].replace("Input should be", "must be")
+    return UserError(f"config key {_key(problem)}: {message}, not {problem['input']!r:.80}")
 
 
 def _unset_key(*keys: str) -> UserError:
@@ -138,22 +139,20 @@ def _unset_key(*keys: str) -> UserError:
 
 def _unknown_key(key: str) -> UserError:
     known = list(_keys(TrainConfig))
-
     # A known name in the wrong section is more likely than a misspelled one.
     same_name = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     similar = same_name or difflib.get_close_matches(key, known)
-    # A key is a better suggestion than the section that holds it.
-    suggestions = [name for name in similar if not any(other.startswith(f"{name}.") for other in similar)]
-    hint = f"did you mean {' or '.join(suggestions)}?" if suggestions else "docs/config.md lists all keys"
+    hint = f"did you mean {' or '.join(similar)}?" if similar else "docs/config.md lists all keys"
     return UserError(f"config key {key}: no such key; {hint}")
 
 
 def _keys(section: type, prefix: str = "") -> Iterator[str]:
-    """The full names of all keys of a config class, including those of its sections."""
+    """The full names of all keys of a config class, those of its sections in place of these."""
     for key in fields(section):
-        yield prefix + key.name
         if isinstance(key.type, type) and is_dataclass(key.type):
             yield from _keys(key.type, f"{prefix}{key.name}.")
+        else:
+            yield prefix + key.name
 
 
 def read_config_file(file: Path) -> TrainConfig:
@@ -169,12 +168,6 @@ def read_config_file(file: Path) -> TrainConfig:
     except UserError as error:
         raise UserError(f"{file}: not a readable training configuration ({error})") from error
     return config
-
-
-def _one_line(error: Exception) -> str:
-    """The error's message in one line, without OmegaConf's footer (full_key, object_type, reference_type)."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
 
 
 def is_checkpoint(config: TrainConfig) -> bool:
@@ -210,22 +203,20 @@ ELEMENT = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|
 def readable(override: str) -> str:
     """`override`, with the values quoted that Hydra does not read, such as paths with = ' [ ] ( ) or ü."""
     key, equals, value = override.partition("=")
-    if not equals or _parsed(override) is not None:
+    if not equals or _is_read(override):
         return override
     if value.startswith("[") and value.endswith("]"):
         elements = (element for element in ELEMENT.findall(value[1:-1]) if element)
-        return f"{key}=[{','.join(_quoted(one) if _parsed(f'{key}={one}') is None else one for one in elements)}]"
+        return f"{key}=[{','.join(one if _is_read(f'{key}={one}') else _quoted(one) for one in elements)}]"
     return f"{key}={_quoted(value)}"
 
 
-def _parsed(override: str) -> Override | None:
-    """Hydra's reading of an override; None if it has none, or one for several runs, as of a path with a comma."""
-    parser: Any = OverridesParser.create()
+def _is_read(override: str) -> bool:
+    """Whether Hydra reads one value. It reads a path with a comma as values of several runs."""
     try:
-        parsed = parser.parse_override(override)
+        return not OverridesParser.create().parse_override(override).is_choice_sweep()  # type: ignore[no-untyped-call]
     except HydraException:
-        return None
-    return None if parsed.is_choice_sweep() else parsed
+        return False
 
 
 def _quoted(text: str) -> str:

@@ -23,41 +23,41 @@ from longspec.train.recipe import MUON_FROM, muon_fits
 
 def check(config: TrainConfig) -> None:
     """Check what the schema cannot tell, and that the data files exist. Raises UserError with the key's name."""
-    _check_loss(config)
-    check_choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
-    contradict = config.overwrite_output_dir and config.resume is not None
-    _require(not contradict, "overwrite_output_dir", "must be false with resume", config.overwrite_output_dir)
+    _check_choice("loss", config.loss, loss_names())
+    _check_choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
     check_templates(config.data.templates, "config key data.templates")
-    _check_depth(config)
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
+    whole = own_loss(config.loss) is None or config.tp_size == 1
+    _require(whole, "tp_size: must be 1 with a registered loss, which needs all logits")
+    new = config.resume is None or not config.overwrite_output_dir
+    _require(new, "overwrite_output_dir: must be false with resume")
+    _require(config.output_dir.strip() != "", "output_dir: must name a folder")
+
+    depth, window = config.variant.largest_lag, config.model.draft_options.window
+    _require(depth > 0, "variant.depth: must be positive")
+    key = "model.window" if config.model.architecture == GLIDE else "model.architecture_options.window"
+    _require(window > depth, f"{key}: {window}; it must be greater than the largest trained lag, {depth}")
+
     if config.optimizer == "muon":
-        _check_muon(config)
-    _check_data_files(config)
-    _require(config.output_dir.strip() != "", "output_dir", "must name a folder", config.output_dir)
+        fits = muon_fits(config.deepspeed.zero_optimization, config.model.torch_dtype, config.tp_size)
+        _require(fits, "optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
+        new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
+        _require(new_enough, f"optimizer: must be adamw with deepspeed < {MUON_FROM}")
 
-
-def _check_loss(config: TrainConfig) -> None:
-    check_choice("loss", config.loss, loss_names())
-    split = own_loss(config.loss) is not None and config.tp_size > 1
-    _require(not split, "tp_size", "must be 1 with a registered loss, which needs all logits", config.tp_size)
-
-
-def _check_depth(config: TrainConfig) -> None:
-    """A chain of the trained depth must fit into the draft's window."""
-    depth = config.variant.largest_lag
-    _require(depth > 0, "variant.depth", "must be positive", depth)
-    window = config.model.draft_options.window
-    if window <= depth:
-        key = "model.window" if config.model.architecture == GLIDE else "model.architecture_options.window"
-        raise UserError(f"config key {key}: {window}; it must be greater than the largest trained lag, {depth}")
+    has_held_out = config.evaluation.files is not None
+    _require(has_held_out or not config.evaluation.keep_best, "evaluation.keep_best: needs evaluation.files")
+    # Real paths, so that a link to a training file does not pass as held-out data.
+    training_files, held_out_files = _real_files(config.data.files), _real_files(config.evaluation.files)
+    shared = sorted(held_out_files & training_files)
+    _require(not shared, f"evaluation.files: {''.join(shared[:1])} is also in data.files; give files that do not train")
 
 
 def _check_zero(section: dict[str, Any]) -> None:
-    check_choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
+    _check_choice("deepspeed.zero_optimization.stage", section.get("stage"), (1, 2, 3))
     if offload := section.get("offload_optimizer"):
         device = offload.get("device") if isinstance(offload, dict) else offload
-        check_choice("deepspeed.zero_optimization.offload_optimizer.device", device, ("cpu",))
+        _check_choice("deepspeed.zero_optimization.offload_optimizer.device", device, ("cpu",))
     try:
         DeepSpeedZeroConfig(**section)
     except ValidationError as error:
@@ -67,30 +67,18 @@ def _check_zero(section: dict[str, Any]) -> None:
         raise UserError(f"config key {key}: {first['msg']}, not {first['input']!r}") from error
 
 
-def _check_muon(config: TrainConfig) -> None:
-    if not muon_fits(config.deepspeed.zero_optimization, config.model.torch_dtype, config.tp_size):
-        raise UserError("config key optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
-    new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
-    _require(new_enough, "optimizer", f"must be adamw with deepspeed < {MUON_FROM}", "muon")
+def _check_choice(key: str, value: object, allowed: Sequence[object]) -> None:
+    _require(value in allowed, f"{key}: must be one of {', '.join(map(str, allowed))}, not {value!r}")
 
 
-def _check_data_files(config: TrainConfig) -> None:
-    training_files = _real_files(config.data.files)
-    evaluation = config.evaluation
-    if evaluation.files is None:
-        _require(not evaluation.keep_best, "evaluation.keep_best", "needs evaluation.files", True)
-        return
-    # Real paths, so that a link to a training file does not pass as held-out data.
-    held_out_files = _real_files(evaluation.files)
-    if shared := sorted(held_out_files & training_files):
-        raise UserError(
-            f"config key evaluation.files: {shared[0]} is also in data.files; evaluate on files that are not trained on"
-        )
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise UserError(f"config key {problem}")
 
 
-def _real_files(files: list[str]) -> set[str]:
+def _real_files(files: list[str] | None) -> set[str]:
     """The real paths of all data files that `files` names."""
-    return {os.path.realpath(file) for file in data_files(files)}
+    return {os.path.realpath(file) for file in data_files(files)} if files is not None else set()
 
 
 def make_output_dir(config: TrainConfig) -> None:
@@ -98,12 +86,3 @@ def make_output_dir(config: TrainConfig) -> None:
     output = Path(config.output_dir)
     with os_errors(f"config key output_dir: {output} cannot be created"):
         output.mkdir(parents=True, exist_ok=True)
-
-
-def _require(condition: bool, key: str, problem: str, value: object) -> None:
-    if not condition:
-        raise UserError(f"config key {key}: {problem}, not {value!r}")
-
-
-def check_choice(key: str, value: object, allowed: Sequence[object]) -> None:
-    _require(value in allowed, key, f"must be one of {', '.join(map(str, allowed))}", value)

@@ -1,5 +1,6 @@
 """The keys of a training run, their types and the values that they take."""
 
+import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -7,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic_core import PydanticCustomError
 
 from longspec.errors import UserError
-from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Options
+from longspec.models.draft import Options
 from longspec.models.draft_files import options_of
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
 from longspec.train.positions import BLOCK_LAGS
@@ -16,32 +17,27 @@ LARGEST = 2**64
 """Integers are less: torch takes no larger seed."""
 
 
-def _refusing(problem: str, *types: type) -> BeforeValidator:
-    """A check that refuses values of `types`, which pydantic would convert."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, types):
-            raise PydanticCustomError("wrong_type", problem)  # type: ignore[arg-type]
-        return value
-
-    return BeforeValidator(check)
-
-
 def _as_list(files: Any) -> Any:
     if not isinstance(files, str | list):
         raise PydanticCustomError("files", "must be a path or a list of paths")
     return [files] if isinstance(files, str) else files
 
 
-# Text such as "8" is a number, too: that is what ${oc.env:NAME} returns.
-WHOLE = _refusing("must be an integer", bool, float)
-NUMBER = _refusing("must be a number", bool)
-Whole = Annotated[int, WHOLE]
-Positive = Annotated[int, Field(gt=0, lt=LARGEST), WHOLE]
-Count = Annotated[int, Field(ge=0, lt=LARGEST), WHOLE]
-Real = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
+def _number(value: Any) -> Any:
+    """The number in a text, which is what ${oc.env:NAME} returns."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+NUMBER = BeforeValidator(_number)
+Whole = Annotated[int, Field(strict=True), NUMBER]
+Positive = Annotated[int, Field(strict=True, gt=0, lt=LARGEST), NUMBER]
+Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST), NUMBER]
+Real = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), NUMBER]
 # A beta of 1 would divide by zero in Adam's bias correction.
-Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1), NUMBER]], Field(min_length=2, max_length=2)]
+Betas = Annotated[list[Annotated[float, Field(strict=True, ge=0, lt=1), NUMBER]], Field(min_length=2, max_length=2)]
 Files = Annotated[list[str], BeforeValidator(_as_list)]
 
 
@@ -73,10 +69,10 @@ class ModelConfig:
         for name in OPTION_KEYS if self.architecture != GLIDE else ("architecture_options",):
             if getattr(self, name) != DRAFT_DEFAULTS[name]:
                 raise UserError(f"config key model.{name}: not for the architecture {self.architecture}; omit it")
-        stated = {key: getattr(self, name) for name, key in OPTION_KEYS.items()}
-        stated |= {ARCHITECTURE_KEY: self.architecture, OPTIONS_KEY: self.architecture_options}
-        prefix = "config key model." if self.architecture == GLIDE else "config key model.architecture_options."
-        return options_of(stated, prefix)
+        options, prefix = self.architecture_options, "config key model.architecture_options."
+        if self.architecture == GLIDE:
+            options, prefix = {name: getattr(self, name) for name in OPTION_KEYS}, "config key model."
+        return options_of({**options, "architecture": self.architecture}, prefix)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -174,8 +170,8 @@ class TrainConfig:
     log_target_loss: bool
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Real
-    warmup_ratio: Annotated[float, Field(ge=0, le=1), NUMBER]
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
+    warmup_ratio: Annotated[float, Field(strict=True, ge=0, le=1), NUMBER]
+    weight_decay: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), NUMBER]
     adam_betas: Betas
     max_grad_norm: Real
     per_device_train_batch_size: Positive

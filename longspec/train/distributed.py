@@ -46,8 +46,7 @@ def data_parallel_rank_and_size() -> tuple[int, int]:
 
 def summed(values: Tensor) -> Tensor:
     """`values` summed in place over the ranks that train on different rows."""
-    shared = groups.model_parallel_is_initialized()
-    dist.all_reduce(values, group=groups.get_data_parallel_group() if shared else None)
+    dist.all_reduce(values, group=groups.get_data_parallel_group() if groups.model_parallel_is_initialized() else None)
     return values
 
 
@@ -91,13 +90,10 @@ def share_targets(tp_size: int) -> None:
 
     If the number of ranks is not a multiple of `tp_size`, all ranks end with an error (see `from_rank_zero`).
     """
-    ranks = dist.get_world_size()
 
     def check() -> None:
-        if ranks % tp_size:
-            raise UserError(
-                f"config key tp_size: {ranks} ranks cannot form groups of {tp_size}; launch a multiple of {tp_size}"
-            )
+        if (ranks := dist.get_world_size()) % tp_size:
+            raise UserError(f"config key tp_size: {ranks} ranks cannot form groups of {tp_size}")
 
     from_rank_zero(check)
     # Neighbors are on one host, where the links between GPUs are fastest.

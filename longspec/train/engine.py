@@ -134,10 +134,9 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         engine.step = torch.compiler.set_stance("force_eager")(engine.step)
     for group in engine.optimizer.param_groups:
         # One configured rate for both optimizers; Muon's updates have another norm.
-        scale = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
-        group["rate_scale"] = scale
+        group["rate_scale"] = muon_scale(model.config.hidden_size) if group.get("use_muon") else 1.0
         # The optimizer multiplies the decay by the scaled rate.
-        group["weight_decay"] = config.weight_decay / scale
+        group["weight_decay"] = config.weight_decay / group["rate_scale"]
 
     # The frozen target stays out of checkpoints.
     engine.module.register_state_dict_post_hook(_keep_draft)
@@ -145,18 +144,18 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
 
     _restore_rotary(engine.module.model)
-    weight = next(engine.module.model.parameters())
-    if backend_of(weight.device, weight.dtype).name == "triton":
-        whole_target = config.deepspeed.zero_optimization["stage"] < 3 and tp_size == 1
-        _use_kernels(engine.module, whole_target)
+    _use_kernels(engine.module, whole_target=config.deepspeed.zero_optimization["stage"] < 3 and tp_size == 1)
     return engine
 
 
 def _use_kernels(module: Any, whole_target: bool) -> None:
-    """Run the target with Triton kernels, and as CUDA graphs where possible.
+    """Run the target with Triton kernels where they run, and as CUDA graphs where possible.
 
     whole_target: whether this rank holds all weights of the target.
     """
+    weight = next(module.model.parameters())
+    if backend_of(weight.device, weight.dtype).name != "triton":
+        return
     from longspec.models.target_kernels import use_kernels
 
     use_kernels(module.model, module.draft_layer_class)

@@ -7,6 +7,7 @@ query at n + d - 1, lagging by d, ranks the text's token at n + d first.
 """
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
     )
 
 
+def evaluates_after(step: int, config: TrainConfig, total_steps: int) -> bool:
+    """Whether an evaluation follows `step`. The last step has one even if `evaluation.steps` does not divide it."""
+    return step % config.evaluation.steps == 0 or step == total_steps
+
+
 def chain_roots(labels: Tensor, depth: int) -> Tensor:
     """Where a chain can start, bool [B, T - depth].
 
@@ -68,17 +74,16 @@ def correct_depths(hits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack(at_depth).long().cumprod(0).sum(0)[roots]
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """Scores the held-out rows of a run. Every rank has one, and all ranks run theirs together."""
 
-    def __init__(self, config: TrainConfig, engine: Any, inputs: Inputs, loss: DraftLoss, rows: int) -> None:
-        """rows: the number of rows to score, from `held_out_row_count`, > 0."""
-        self.config = config
-        self.engine = engine
-        self.inputs = inputs
-        self.rows = rows
-        self.scores = DraftScores(loss)
-        self.depth = config.variant.largest_lag
+    config: TrainConfig
+    engine: Any
+    inputs: Inputs
+    loss: DraftLoss
+    rows: int
+    """The number of rows to score, from `held_out_row_count`, > 0."""
 
     def run(self, termination: Termination) -> dict[str, float]:
         """Means over the held-out rows of all ranks, the same on each; {} if a request to stop came first.
@@ -102,9 +107,7 @@ class Evaluation:
             return {}
 
         sums = summed_by_name(row_sums)
-        tokens = sums.pop("tokens")
-        chains = sums.pop("chains")
-        correct = sums.pop("correct")
+        tokens, chains, correct = (sums.pop(name) for name in ("tokens", "chains", "correct"))
         means = {f"eval_{name}": value / tokens for name, value in sums.items()}
         # The bonus token adds one to the correct tokens of each chain.
         means["eval_acceptance_length"] = 1 + correct / chains
@@ -126,16 +129,14 @@ class Evaluation:
         positions = batch_positions(batch, self.config.variant, self.inputs.max_positions, generator)
         segments = len(batch["cu_seqlens"]) - 1
         # One pass of the target serves all lags.
-        lags = torch.arange(1, self.depth + 1)[:, None].expand(-1, segments)
-        results = self.engine(**engine_inputs(batch, positions, lags, self.scores, self.engine.device))
+        lags = torch.arange(1, self.config.variant.largest_lag + 1)[:, None].expand(-1, segments)
+        results = self.engine(**engine_inputs(batch, positions, lags, DraftScores(self.loss), self.engine.device))
         terms_by_lag = [terms for terms, _ in results]
         hits = torch.stack([lag_hits for _, lag_hits in results])
 
         correct = correct_depths(hits, batch["labels"])
         sums = {name: torch.stack([terms[name] for terms in terms_by_lag]).mean() for name in terms_by_lag[0]}
-        for lag in range(1, self.depth + 1):
-            sums[f"top1_lag_{lag}"] = hits[lag - 1].sum()
-        sums["tokens"] = (batch["labels"] != IGNORED).sum()
-        sums["chains"] = torch.tensor(len(correct))
-        sums["correct"] = correct.sum()
+        sums |= {f"top1_lag_{lag}": lag_hits.sum() for lag, lag_hits in enumerate(hits, 1)}
+        tokens, chains = (batch["labels"] != IGNORED).sum(), torch.tensor(len(correct))
+        sums |= {"tokens": tokens, "chains": chains, "correct": correct.sum()}
         return {name: value.to(self.engine.device, torch.float64) for name, value in sums.items()}

@@ -18,7 +18,7 @@ from longspec.data.dataset import RowDataset, build_dataset
 from longspec.data.target_format import OWN_IDS, PUBLISHED_TARGETS, answer_end, resolve_chat_format
 from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError
-from longspec.models.draft_files import check_draft, draft_settings
+from longspec.models.draft_files import check_draft
 from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.families import pair_class
 from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
@@ -73,8 +73,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
     tokenizer = load_tokenizer(name, target, config.data.chat_template_kwargs)
     chat_format = resolve_chat_format(config.data.chat_format, name, target.model_type, tokenizer, logger.info)
-    eos = _eos_token(config, target, tokenizer, chat_format)
-    pad = _pad_token(config, target, tokenizer)
+    eos, pad = _special_tokens(config, target, tokenizer, chat_format)
     eos_text = tokenizer.convert_ids_to_tokens(eos)
     logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, eos_text, pad)
 
@@ -114,15 +113,7 @@ def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tens
         )
     if (path := config.draft_model_name_or_path) is None:
         return None
-    draft = check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
-    # The weights fit any window, but the draft was trained with one.
-    window, trained = config.model.draft_options.window, draft_settings(path).options.window
-    if trained != window:
-        raise UserError(
-            f"config key model.window: {window}, but the draft at {path} was trained with {trained}; "
-            f"set model.window={trained}"
-        )
-    return draft
+    return check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
 
 
 def _make_aligner(number: int, entry: Any) -> Aligner:
@@ -138,34 +129,28 @@ def _make_aligner(number: int, entry: Any) -> Aligner:
         raise UserError(f"{key}: cannot make an aligner ({error})") from error
 
 
-def _eos_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> int:
-    """The token that ends documents and answers: that of the configuration, the published one, or the target's own."""
-    eos = config.eos_token_id
-    if eos is None:
-        eos, _ = PUBLISHED_TARGETS.get(config.model_name_or_path, OWN_IDS)
-    if eos is None:
-        eos = answer_end(tokenizer, generation_eos(config.model_name_or_path, target), chat_format)
-    if eos is None:
-        raise UserError(f"config key eos_token_id: {config.model_name_or_path} has no EOS token; give its id")
-    # An id outside the vocabulary would end the first step with an indexing error.
-    _check_token("eos_token_id", eos, target.vocab_size)
-    return eos
+def _special_tokens(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> tuple[int, int]:
+    """The token that ends documents and answers, and that of padding, which is never in the loss.
 
+    Each is that of the configuration, the published one, or the target's own. Raises UserError.
+    """
+    name, own_pad = config.model_name_or_path, config.model.pad_token_id
+    eos, pad = PUBLISHED_TARGETS.get(name, OWN_IDS)
+    if config.eos_token_id is not None:
+        eos = config.eos_token_id
+    elif eos is None:
+        eos = answer_end(tokenizer, generation_eos(name, target), chat_format)
+    if eos is None:
+        raise UserError(f"config key eos_token_id: {name} has no EOS token; give its id")
 
-def _pad_token(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any) -> int:
-    """The token of padding, which is never in the loss: configured, published, or any that the target has."""
-    if config.model.pad_token_id is not None:
-        _check_token("model.pad_token_id", config.model.pad_token_id, target.vocab_size)
-        return config.model.pad_token_id
-    _, published = PUBLISHED_TARGETS.get(config.model_name_or_path, OWN_IDS)
-    candidates = (published, tokenizer.pad_token_id, target.pad_token_id, tokenizer.eos_token_id, 0)
+    ids = range(target.vocab_size)
+    for key, token in (("eos_token_id", eos), ("model.pad_token_id", own_pad)):
+        # An id outside the vocabulary would end the first step with an indexing error.
+        if token is not None and token not in ids:
+            raise UserError(f"config key {key}: {token} is not a token id of the target; use one of 0 … {ids[-1]}")
     # The pad token of some tokenizers has no embedding.
-    return next(token for token in candidates if token is not None and 0 <= token < target.vocab_size)
-
-
-def _check_token(key: str, token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
-        raise UserError(f"config key {key}: {token} is not a token id of the target; use one of 0 … {vocab_size - 1}")
+    pads = (own_pad, pad, tokenizer.pad_token_id, target.pad_token_id, tokenizer.eos_token_id, 0)
+    return eos, next(token for token in pads if token is not None and token in ids)
 
 
 def fresh_vocabulary(config: TrainConfig, inputs: Inputs) -> Tensor | None:

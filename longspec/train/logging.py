@@ -53,18 +53,12 @@ class RunLog:
     """The log of one run on global rank 0. On other ranks every method does nothing."""
 
     def __init__(self, config: TrainConfig, rank: int, start_step: int, total_steps: int) -> None:
-        """Open the metrics file and start W&B.
-
-        An existing metrics file keeps the steps up to `start_step`; later ones were lost with an unsaved state. The
-        file of an earlier run is kept as `metrics-earlier-*.jsonl`. Raises UserError if the file cannot be written.
-        """
+        """Open the metrics file (see `_cut`) and start W&B. Raises UserError if the file cannot be written."""
         self.active = rank == 0
         if not self.active:
             return
         folder = Path(config.output_dir)
         self.path = folder / METRICS_NAME
-        self.unwritten = b""
-        """Lines that did not fit on the disk yet."""
         with os_errors(f"{self.path}: cannot be written", "free space or repair the folder"):
             folder.mkdir(parents=True, exist_ok=True)
             self.last_metrics = _cut(self.path, start_step)
@@ -72,50 +66,33 @@ class RunLog:
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
         self.total_steps = total_steps
 
-    def step(self, metrics: dict[str, Any], repeated: bool = False) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         """Log one optimizer step. `metrics` holds `step` and plain numbers.
 
-        repeated: whether they are further metrics of the step from which the run resumed, for a second line.
+        Further metrics of the step from which the run resumed make a second line of that step. Training continues
+        without a line that does not fit on the disk.
         """
         if not self.active:
             return
-        self._write({**self.last_metrics, **metrics} if repeated else metrics)
+        if metrics["step"] == self.last_metrics.get("step"):
+            metrics = self.last_metrics | metrics
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            logger.warning("%s: step %d cannot be written (%s)", self.path, metrics["step"], error.strerror)
         self._tell_wandb(lambda: self.wandb.log(metrics, step=metrics["step"]))
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         # Lines would otherwise break the progress bar.
         with logging_redirect_tqdm():
             logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
-        self.bar.update(0 if repeated else 1)
+        self.bar.update(metrics["step"] - self.bar.n)
 
     def close(self) -> None:
-        """Write the lines that are left, and finish the progress bar and W&B's upload."""
+        """Finish the progress bar and W&B's upload."""
         if self.active:
-            self._flush()
             self.bar.close()
             self._tell_wandb(lambda: self.wandb.finish())
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        """Append a line. If the disk is full, training continues, and the line is written with the next one."""
-        was_full = bool(self.unwritten)
-        # Lines wait here while the disk is full, in order.
-        self.unwritten += json.dumps(metrics).encode() + b"\n"
-        self._flush(warns=not was_full)
-
-    def _flush(self, warns: bool = True) -> None:
-        """Write the waiting lines. warns: whether to log that they cannot be written."""
-        if not self.unwritten:
-            return
-        try:
-            # Unbuffered, so that the number of written bytes is known after an error.
-            with self.path.open("ab", buffering=0) as file:
-                while self.unwritten:
-                    written = file.write(self.unwritten)
-                    self.unwritten = self.unwritten[written:]
-        except OSError as error:
-            if warns:
-                logger.warning(
-                    "%s cannot be written (%s); its lines are kept for the next step", self.path, error.strerror
-                )
 
     def _tell_wandb(self, tell: Callable[[], object]) -> None:
         """Call W&B, and stop using it after an error.
@@ -131,31 +108,33 @@ class RunLog:
             self.wandb = None
 
 
-def _cut(path: Path, last_step: int) -> dict[str, Any]:
-    """Drop unreadable lines and steps after `last_step` from the metrics file. Returns its last line, or {}.
+def logged_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """The metrics in a file up to `last_step`, without unreadable lines, as a kill or a full disk leaves them."""
+    metrics = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, LookupError, TypeError):
+            entry = json.loads(line)
+            if entry["step"] <= last_step:
+                metrics.append(entry)
+    return metrics
 
-    A run that starts at step 0 renames the file of an earlier run instead.
+
+def _cut(path: Path, last_step: int) -> dict[str, Any]:
+    """Drop steps after `last_step`, which were lost with an unsaved state. Returns the last metrics left, or {}.
+
+    A run that starts at step 0 renames the file of an earlier run to `metrics-earlier-*.jsonl` instead.
     """
     if not path.exists():
         return {}
-    text = path.read_bytes()
     # A new run must not append to the metrics of another.
-    if text and not last_step:
+    if not last_step:
         names = (path.with_name(f"{path.stem}-earlier-{number}{path.suffix}") for number in count(1))
         path.rename(next(name for name in names if not name.exists()))
         return {}
-    lines: list[bytes] = []
-    last_metrics: dict[str, Any] = {}
-    for line in text.splitlines(keepends=True):
-        with suppress(ValueError, LookupError, TypeError):
-            metrics = json.loads(line)
-            if line.endswith(b"\n") and metrics["step"] <= last_step:
-                lines.append(line)
-                last_metrics = metrics
-    if sum(map(len, lines)) < len(text):
-        with replacing(path) as unfinished:
-            unfinished.write_bytes(b"".join(lines))
-    return last_metrics
+    metrics = logged_metrics(path, last_step)
+    with replacing(path) as unfinished:
+        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in metrics))
+    return metrics[-1] if metrics else {}
 
 
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:

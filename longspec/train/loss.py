@@ -79,28 +79,9 @@ class DraftLoss:
         lm_head: nn.Module,
         head: nn.Module | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
+        return self.in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
 
-    @torch.no_grad()
-    def score(
-        self,
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The metrics without gradients, and bool [B, T]: whether the draft ranks the label at [b, t] first.
-
-        The flags are False for labels that do not count. They are on the same device as `labels`.
-        """
-        correct, metrics = self._in_chunks(score_chunks, hidden, target_hidden, labels, lm_head, head)
-        # The first column has no hidden state before it.
-        scored = labels != IGNORED
-        scored[:, 0] = False
-        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
-
-    def _in_chunks(
+    def in_chunks(
         self,
         compute: Callable[..., tuple[Tensor, Tensor]],
         hidden: Tensor,
@@ -111,7 +92,9 @@ class DraftLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The first result of `compute`, which is `ChunkedLoss.apply` or `score_chunks`, and the metrics."""
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
-        chunk = self._chunk_tokens(lm_head)
+        size = vocabulary_size(lm_head) if self.vocabulary is None else len(self.vocabulary)
+        # The same number of tokens on all ranks.
+        chunk = max(1, self.chunk_logits // size)
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
             own: Any = rows if head is None else head.weight
@@ -136,11 +119,6 @@ class DraftLoss:
             assert target_hidden is not None
             teacher = target_hidden.flatten(0, 1).index_select(0, indices)
         return student, teacher, targets
-
-    def _chunk_tokens(self, lm_head: nn.Module) -> int:
-        """Tokens per chunk, the same on all ranks."""
-        size = vocabulary_size(lm_head) if self.vocabulary is None else len(self.vocabulary)
-        return max(1, self.chunk_logits // size)
 
     def _draft_head(self, lm_head: nn.Module, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's rows of the draft's head, and the labels [N] as numbers of these rows.
@@ -174,29 +152,34 @@ class DraftLoss:
 
     def _metrics(self, sums: Tensor) -> dict[str, Tensor]:
         """The reported terms of `sums` by name."""
-        reported = {
-            "loss": True,
-            "ce": self.teacher_share < 1,
-            "kl": self.teacher_share > 0,
-            "target_loss": self.log_target_loss,
-        }
-        return {name: value for name, value in zip(TERMS, sums, strict=True) if reported[name]}
+        reported = (True, self.teacher_share < 1, self.teacher_share > 0, self.log_target_loss)
+        return {name: value for name, value, shown in zip(TERMS, sums, reported, strict=True) if shown}
 
 
 @dataclass(frozen=True)
 class DraftScores:
-    """The objective of an evaluation: `DraftLoss.score` in place of the loss."""
+    """The objective of an evaluation: the metrics of a loss without gradients, and bool [B, T]: whether the draft ranks
+    the label at [b, t] first.
+
+    The flags are False for labels that do not count. They are on the same device as `labels`.
+    """
 
     loss: DraftLoss
 
-    @property
-    def reads_target(self) -> bool:
-        return self.loss.reads_target
-
+    @torch.no_grad()
     def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: nn.Module, head: nn.Module | None
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        return self.loss.score(hidden, target_hidden, labels, lm_head, head)
+        correct, metrics = self.loss.in_chunks(score_chunks, hidden, target_hidden, labels, lm_head, head)
+        # The first column has no hidden state before it.
+        scored = labels != IGNORED
+        scored[:, 0] = False
+        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
 
 
 @contextmanager
@@ -221,13 +204,12 @@ def stop_at_broken_loss(
 
     losses, samples: the loss and the sample ids of each micro-batch of this rank.
     """
-    broken = [ids for ids, micro_loss in zip(samples, losses, strict=True) if not math.isfinite(micro_loss)]
-    reports = from_every_rank((list(chain.from_iterable(broken)), list(chain.from_iterable(samples))))
+    own = [(ids, math.isfinite(micro_loss)) for ids, micro_loss in zip(samples, losses, strict=True)]
+    reports = list(chain.from_iterable(from_every_rank(own)))
 
     def stop() -> None:
-        broken_ids = [sample for rank_broken, _ in reports for sample in rank_broken]
-        all_ids = [sample for _, rank_all in reports for sample in rank_all]
-        names = ", ".join(dict.fromkeys(broken_ids or all_ids))
+        broken = [ids for ids, is_finite in reports if not is_finite] or [ids for ids, _ in reports]
+        names = ", ".join(dict.fromkeys(chain.from_iterable(broken)))
         raise UserError(
             f"step {step}: the loss is {loss} and the gradient norm {norm}; training stops without saving this step. "
             f"Samples: {names}"

@@ -1,15 +1,17 @@
-"""The marker of a complete checkpoint folder: its files with their digests, its progress and its run."""
+"""The marker of a complete checkpoint folder: its files with their digests, its step and its run."""
 
 import hashlib
-import json
+import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field, replace
+from errno import ENOENT
+from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from longspec.models.content import Digests
 from longspec.replacing import replacing, sync
-from longspec.train.contents import Contents
 
 MARKER = "complete.json"
 """File name of the marker, the last file that a save writes."""
@@ -23,59 +25,46 @@ class SavedFile:
     blake2b: str
 
 
-Files = dict[str, SavedFile]
-"""The files of a checkpoint, by their paths relative to its folder."""
-
-
 @dataclass(frozen=True)
-class Progress:
-    """The progress of a run at a checkpoint."""
+class Contents:
+    """Digests of the files that a run reads, as lists of [name, digest]."""
 
-    step: int
-    world_size: int
-    """Number of data-parallel ranks."""
-    evaluation_due: bool = False
-    """Whether a request to stop interrupted the evaluation after this step."""
+    data: Digests = field(default_factory=list)
+    held_out: Digests = field(default_factory=list)
+    target: Digests = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The identity of the run that wrote a checkpoint."""
+    """The identity of a run, kept when it is resumed."""
 
     id: str = ""
-    """Id of the run, kept when it is resumed."""
-    launch: str = ""
-    """Id of the launch, different each time the run is started or resumed."""
-    start: int = 0
-    """Step from which the launch started."""
-    overwrites: bool = False
-    """Whether the launch may replace the checkpoints of earlier runs."""
     contents: Contents = field(default_factory=Contents)
-    """Digests of data and target."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """Contents of a marker."""
+    """Contents of a marker. `world_size` is the number of data-parallel ranks that saved."""
 
-    progress: Progress
-    run: Run
-    files: Files = field(default_factory=dict)
+    step: int
+    world_size: int
+    run: Run = field(default_factory=Run)
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    """The files of the checkpoint, by their paths relative to its folder."""
 
 
-def write_marker(folder: Path, progress: Progress, run: Run) -> None:
+SCHEMA = TypeAdapter(Marker)
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
     """Write the marker, the last file of a complete checkpoint folder, once the other files are on disk."""
     paths = sorted(folder.rglob("*"))
-    files = [path for path in paths if path.is_file()]
-    # Syncing and hashing release the GIL.
-    with ThreadPoolExecutor() as pool:
+    for path in paths:
         # A file is safe only once the folder that names it is on disk, too.
-        list(pool.map(sync, paths))
-        described = zip(files, pool.map(_describe, files), strict=True)
-    saved = {str(file.relative_to(folder)): entry for file, entry in described}
-    marker = asdict(Marker(progress, run, saved))
+        sync(path)
+    files = _describe(folder, [str(path.relative_to(folder)) for path in paths if path.is_file()])
     with replacing(folder / MARKER) as unfinished:
-        unfinished.write_text(json.dumps(marker.pop("progress") | marker))
+        unfinished.write_bytes(SCHEMA.dump_json(replace(marker, files=files)))
     sync(folder)
 
 
@@ -87,9 +76,8 @@ def is_whole(folder: Path) -> bool:
 def read_marker(folder: Path) -> Marker | None:
     """The marker of a folder; None if it is invalid. Raises OSError."""
     try:
-        saved = json.loads((folder / MARKER).read_text())
-        return TypeAdapter(Marker).validate_python(saved | {"progress": saved})
-    except (ValueError, LookupError, TypeError, RecursionError):
+        return SCHEMA.validate_json((folder / MARKER).read_bytes())
+    except ValueError:
         return None
 
 
@@ -98,40 +86,27 @@ def damage(folder: Path) -> str | None:
     if not is_whole(folder):
         return f"{folder} was not saved whole (no {MARKER})"
     try:
-        saved = read_marker(folder)
-        if saved is None:
+        marker = read_marker(folder)
+        if marker is None:
             return f"{folder / MARKER} is not a valid marker"
-        # Digests read gigabytes, so sizes are compared first.
-        return _size_damage(folder, saved.files) or _content_damage(folder, saved.files)
-    except ValueError as error:  # a name with a null byte
-        return f"{folder / MARKER} names an impossible file ({error})"
-    except OSError as error:
-        return f"{error.filename or folder} cannot be read ({error.strerror})"
-
-
-def _size_damage(folder: Path, files: Files) -> str | None:
-    """The first missing, resized or added file. Cheap, so it comes before the digests."""
-    for name, entry in files.items():
-        file = folder / name
-        # The marker may come from an untrusted source.
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            return f"{folder / MARKER} names {name}, a file outside the folder"
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != entry.bytes:
-            return f"{file} has {file.stat().st_size} bytes, {entry.bytes} were saved"
+        current = _describe(folder, marker.files)
+    except (OSError, ValueError) as error:  # a ValueError for a name with a null byte
+        return f"{getattr(error, 'filename', None) or folder} cannot be read ({error})"
+    changed = [name for name, file in marker.files.items() if current[name] != file]
     # Shards are found by their names, so a further one would be loaded.
-    for file in sorted(folder.rglob("*_states.pt")):
-        if str(file.relative_to(folder)) not in files:
-            return f"{file} does not belong to the checkpoint"
-    return None
+    changed += {str(file.relative_to(folder)) for file in folder.rglob("*_states.pt")} - marker.files.keys()
+    return f"{folder / changed[0]} is not the file that was saved" if changed else None
 
 
-def _content_damage(folder: Path, files: Files) -> str | None:
-    changed = (name for name, entry in files.items() if _describe(folder / name) != entry)
-    return next((f"{folder / name} is not the file that was saved" for name in changed), None)
+def _describe(folder: Path, names: Iterable[str]) -> dict[str, SavedFile]:
+    def describe(name: str) -> tuple[str, SavedFile]:
+        # A pipe would block. The marker may come from an untrusted source.
+        if not (folder / name).is_file():
+            raise FileNotFoundError(ENOENT, "no regular file", str(folder / name))
+        with (folder / name).open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            return name, SavedFile(size, hashlib.file_digest(handle, "blake2b").hexdigest())
 
-
-def _describe(file: Path) -> SavedFile:
-    with file.open("rb") as handle:
-        return SavedFile(file.stat().st_size, hashlib.file_digest(handle, "blake2b").hexdigest())
+    # Hashing releases the GIL.
+    with ThreadPoolExecutor() as pool:
+        return dict(pool.map(describe, names))

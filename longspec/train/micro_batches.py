@@ -1,7 +1,6 @@
 """The micro-batches of an optimizer step and the engine's arguments for them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,13 @@ from torch import Tensor
 
 from longspec.kernels.shared.device import upload
 from longspec.models.glide import Objective
-from longspec.train.config_schema import VariantConfig
-from longspec.train.positions import anchor_offset_positions, contiguous_positions, random_lags
+from longspec.train.config_schema import TrainConfig, VariantConfig
+from longspec.train.positions import (
+    anchor_offset_positions,
+    contiguous_positions,
+    micro_step_generator,
+    random_lags,
+)
 
 Batch = dict[str, Tensor]
 """A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1]."""
@@ -19,17 +23,6 @@ Arrays = Iterator[dict[str, np.ndarray]]
 """Micro-batches as the loader yields them."""
 EngineInputs = dict[str, Any]
 """Arguments of the engine's forward (see `GlideMixin.draft_forward`)."""
-
-
-@dataclass(frozen=True)
-class StepBatches:
-    """The data of one optimizer step on this rank."""
-
-    micro_batches: list[Batch]
-    first_inputs: EngineInputs
-    """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
-    wait_s: float
-    """Seconds spent waiting for the loader."""
 
 
 def batch_positions(batch: Batch, variant: VariantConfig, max_positions: int, generator: torch.Generator) -> Tensor:
@@ -56,6 +49,24 @@ def weighted_sum(results: Sequence[tuple[Tensor, dict[str, Tensor]]], draft: Any
     loss = torch.stack([weight * result for weight, (result, _) in pairs]).sum()
     terms = {name: torch.stack([weight * own[name] for weight, (_, own) in pairs]).sum() for name in results[0][1]}
     return loss, terms
+
+
+def training_inputs(
+    batch: Batch,
+    config: TrainConfig,
+    max_positions: int,
+    draft: Any,
+    objective: Objective,
+    device: torch.device,
+    micro_step: int,
+    rank: int,
+) -> EngineInputs:
+    """The engine's inputs for a micro-batch, with positions and lags drawn for `micro_step` and `rank`."""
+    # Positions first, then lags: a resumed run draws them in the same order.
+    generator = micro_step_generator(config.seed, micro_step, rank)
+    positions = batch_positions(batch, config.variant, max_positions, generator)
+    lags = draw_lags(batch, draft, config.variant, generator)
+    return engine_inputs(batch, positions, lags, objective, device)
 
 
 def engine_inputs(

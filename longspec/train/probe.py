@@ -23,8 +23,7 @@ from longspec.train.engine import MUON_MOMENTUM, build_pair, cosine_with_warmup,
 from longspec.train.evaluation import Evaluation, held_out_row_count
 from longspec.train.inputs import Inputs, fresh_vocabulary
 from longspec.train.loss import DraftLoss
-from longspec.train.micro_batches import batch_positions, draw_lags, engine_inputs
-from longspec.train.positions import micro_step_generator
+from longspec.train.micro_batches import training_inputs
 from longspec.train.sampler import ResumableSampler, loader
 
 SHARED_KEYS = ("data", "evaluation", "variant", "seed", "max_steps", "per_device_train_batch_size")
@@ -41,12 +40,13 @@ class SharedPass:
         self.hidden: Tensor | None = None
         self.by_layer: dict[int, KeysValues] = {}
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, whole: bool) -> TargetStates:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> TargetStates:
         layers = (self.pair.config.num_hidden_layers - 1, *self.layers)
         if self.key is None or not all(map(torch.equal, self.key, (input_ids, position_ids))):
-            kept = self.pair.run_target(input_ids, position_ids, segments, whole=True, reads=Reads(layers))
+            kept = self.pair.run_target(input_ids, position_ids, segments, reads=Reads(layers))
             self.hidden, self.by_layer = kept.hidden, dict(zip(layers, kept.keys_values, strict=True))
             self.key = input_ids, position_ids
+        assert self.hidden is not None
         return TargetStates(self.hidden, [self.by_layer[layer] for layer in self.pair.draft_model.reads.kv_layers])
 
 
@@ -95,9 +95,8 @@ def probe(
     """Train a fresh draft per configuration and score it: name -> held-out set -> (correct tokens, chains) per row.
 
     configs: candidates by name, which differ in `model`, `loss` and the optimizer's keys only. inputs: data of the
-    first one. held_out: sets of held-out rows by name, each with the configuration that determines its rows. The number
-    of tokens per round of a chain of the trained depth is 1 + the sum of correct tokens / the sum of chains. Raises
-    UserError for candidates that need different batches.
+    first one. held_out: sets of held-out rows by name, each with the configuration that determines its rows. Tokens per
+    round of a chain are 1 + Σ correct tokens / Σ chains. Raises UserError for candidates that need different batches.
     """
     base = next(iter(configs.values()))
     for name, config in configs.items():
@@ -125,11 +124,11 @@ def _train(config: TrainConfig, inputs: Inputs, pair: Any, candidates: Sequence[
     for number, arrays in enumerate(tqdm(batches, desc=f"probe of {len(candidates)} drafts", unit="step")):
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         tokens = max(1, int((batch["labels"] != IGNORED).sum()))
-        generator = micro_step_generator(config.seed, number, 0)
-        positions = batch_positions(batch, config.variant, inputs.max_positions, generator)
-        lags = draw_lags(batch, candidates[0].layer, config.variant, generator)
         # One upload for all candidates, so that the shared pass recognizes its inputs.
-        arguments = engine_inputs(batch, positions, lags, candidates[0].loss, pair.lm_head.weight.device)
+        first, device = candidates[0], pair.lm_head.weight.device
+        arguments = training_inputs(
+            batch, config, inputs.max_positions, first.layer, first.loss, device, micro_step=number, rank=0
+        )
         for candidate in candidates:
             pair.draft_model = candidate.layer
             loss, _ = pair(**arguments | {"objective": candidate.loss})

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
@@ -23,6 +23,7 @@ from longspec.models.families import family_class
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.ranks.agreement import launched_ranks
+from longspec.train.config_schema import TrainConfig
 from longspec.untrusted import read_yaml
 
 AUTO = "auto"
@@ -68,45 +69,32 @@ def muon_fits(zero: Mapping[str, Any], torch_dtype: str, tp_size: int) -> bool:
 
     zero: the section `deepspeed.zero_optimization`.
     """
-    plain = zero["stage"] == 1 and not zero.get("offload_optimizer") and tp_size == 1
+    plain = zero.get("stage") == 1 and not zero.get("offload_optimizer") and tp_size == 1
     return plain and torch_dtype == "bfloat16"
 
 
-def auto_keys(run: DictConfig) -> list[str]:
-    """The keys of `run` whose value is `auto`, in the order of AUTO_KEYS."""
-    return [key for key in AUTO_KEYS if OmegaConf.select(run, key) == AUTO]
-
-
-def with_placeholders(run: DictConfig, keys: Sequence[str]) -> DictConfig:
-    """`run` with a value of the right type for each of `keys`."""
-    run = run.copy()
-    for key in keys:
-        OmegaConf.update(run, key, AUTO_KEYS[key], merge=False)
-    return run
-
-
-def with_auto_values(run: DictConfig, keys: Sequence[str], ranks: int | None = None) -> DictConfig:
-    """`run` with values of `keys`, which are `auto`. Reads the target's config.json. Raises UserError.
+def set_auto_values(run: TrainConfig, keys: Sequence[str], ranks: int | None = None) -> None:
+    """Set `keys` of `run`, which are `auto`, in place. Reads the target's config.json. Raises UserError.
 
     ranks: their number; None for that of this process's launch.
     """
-    ranks = ranks or launched_ranks()[1]
-    run = run.copy()
-    name = str(run.model_name_or_path)
-    checkpoint = Path(name) / TRAINING_CONFIG_NAME
+    if not keys:
+        return
+    checkpoint = Path(run.model_name_or_path) / TRAINING_CONFIG_NAME
     is_checkpoint = checkpoint.is_file()
-    folder = resolve_target(str(read_yaml(checkpoint).get("model_name_or_path")) if is_checkpoint else name)
+    name = str(read_yaml(checkpoint).get("model_name_or_path")) if is_checkpoint else run.model_name_or_path
+    folder = resolve_target(name)
     target = read_config(folder)
     # A run that starts from a draft takes the draft's architecture.
     has_draft = run.draft_model_name_or_path is not None or is_checkpoint
     fresh = not has_draft and draft_of_pair(folder) is None
     for key in keys:
-        OmegaConf.update(run, key, auto_value(key, run, target, fresh, ranks), merge=False)
-    return run
+        section, _, option = key.rpartition(".")
+        setattr(attrgetter(section)(run) if section else run, option, auto_value(key, run, target, fresh, ranks))
 
 
-def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool, ranks: int) -> Any:
-    """The value of a key that is `auto`. fresh: whether the run starts without a draft. ranks: their number."""
+def auto_value(key: str, run: TrainConfig, target: PreTrainedConfig, fresh: bool, ranks: int | None) -> Any:
+    """The value of a key that is `auto`. fresh: whether the run starts without a draft."""
     width = target.hidden_size
     match key:
         case "model._target_":
@@ -132,15 +120,16 @@ def auto_value(key: str, run: DictConfig, target: PreTrainedConfig, fresh: bool,
             # As many rows as the device's memory allows.
             memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
             tokens = int(UNITS_PER_BYTE * memory / width)
-            return _power_of_two(min(tokens // max(1, run.data.max_length), _rows_per_rank(run, ranks)))
+            return _power_of_two(min(tokens // run.data.max_length, _rows_per_rank(run, ranks)))
         case "gradient_accumulation_steps":
-            return math.ceil(_rows_per_rank(run, ranks) / max(1, run.per_device_train_batch_size))
+            return math.ceil(_rows_per_rank(run, ranks) / run.per_device_train_batch_size)
     raise KeyError(key)
 
 
-def _rows_per_rank(run: DictConfig, ranks: int) -> int:
+def _rows_per_rank(run: TrainConfig, ranks: int | None) -> int:
     """Rows of a rank in a step of TOKENS_PER_STEP tokens."""
-    return math.ceil(TOKENS_PER_STEP / max(1, run.data.max_length) / max(1, ranks // run.tp_size))
+    ranks = ranks or launched_ranks()[1]
+    return math.ceil(TOKENS_PER_STEP / run.data.max_length / max(1, ranks // run.tp_size))
 
 
 def _power_of_two(limit: int) -> int:

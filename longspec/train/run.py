@@ -12,24 +12,25 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from longspec.errors import reports_user_errors
+from longspec.errors import os_errors, reports_user_errors
 from longspec.locks import locked
 from longspec.models.target_cache import resolve_target
 from longspec.ranks.agreement import Termination, check_shared, from_rank_zero, launched_ranks
 from longspec.ranks.peers import watched
 from longspec.signals import exit_code
-from longspec.train.checkpoint import load_state, locate, saved_draft
+from longspec.train.checkpoint import locate, saved_draft
 from longspec.train.config import load_config
 from longspec.train.config_checks import make_output_dir
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
-from longspec.train.evaluation import held_out_row_count
+from longspec.train.evaluation import evaluates_after, held_out_row_count
 from longspec.train.generations import DRAFTS
 from longspec.train.inputs import fresh_vocabulary, read_inputs
-from longspec.train.logging import setup_logging
+from longspec.train.logging import METRICS_NAME, logged_metrics, setup_logging
 from longspec.train.recipe import FEW_STEPS
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
+from longspec.train.shards import Shards, adopt
 from longspec.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,8 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the command line says. Bad input is reported in one line on stderr with exit code 2.
 
-    SIGTERM, SIGINT or SIGHUP to any rank, or the end of the launcher (see `longspec.ranks.peers`), stops all ranks. The
-    current step is finished if that takes at most `trainer.FINISH_S` seconds, the last finished step is saved, and the
-    exit code is 128 + the signal's number. DeepSpeed's own processes have other exit codes after a signal: the
-    `deepspeed` command dies of it (128 + n in shells); `launch.py` returns 1 after SIGTERM or SIGINT, and 0 after other
-    signals.
+    A signal to any rank, or the end of the launcher, stops all ranks (see docs/train.md). The exit code is then 128 +
+    the signal's number.
     """
     # Before anything else that may log.
     setup_logging(launched_ranks()[0])
@@ -85,14 +83,21 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
 
     # Data and draft are checked before the target's weights are loaded, which takes minutes.
     inputs = rank_zero_first(lambda: read_inputs(local_config))
-    total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start.progress.step))
+    total_steps = from_rank_zero(lambda: last_step(run_config, len(inputs.rows), start.step))
     held_out_rows = from_rank_zero(lambda: held_out_row_count(run_config, inputs))
-    if start.progress.step == total_steps and not (start.progress.evaluation_due and held_out_rows):
+    lacks_one = from_rank_zero(lambda: lacks_evaluation(run_config, start.step, total_steps))
+    evaluation_due = bool(held_out_rows) and lacks_one
+    if start.step == total_steps and not evaluation_due:
         logger.info("nothing left to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)
         log_next_command(run_config)
         return True
-    steps = f"{start.progress.step + 1} … {total_steps}"
-    logger.info("%d rows, %d per step; steps %s", len(inputs.rows), rows_per_step(run_config), steps)
+    logger.info(
+        "%d rows, %d per step; steps %d … %d",
+        len(inputs.rows),
+        rows_per_step(run_config),
+        start.step + 1,
+        total_steps,
+    )
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
     if draft is None:
         warn_of_few_steps(total_steps, run_config.max_steps)
@@ -104,13 +109,31 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
         vocabulary = from_rank_zero(lambda: fresh_vocabulary(local_config, inputs))
     engine = build_engine(run_config, build_pair(local_config, draft_weights, vocabulary))
     if start.state:
-        load_state(engine, start.state, start.progress)
+        adopt(engine, Shards(start.state))
 
-    trainer = Trainer(run_config, engine, inputs, total_steps=total_steps, start=start, held_out_rows=held_out_rows)
+    trainer = Trainer(
+        run_config,
+        engine,
+        inputs,
+        total_steps=total_steps,
+        start=start,
+        held_out_rows=held_out_rows,
+        evaluation_due=evaluation_due,
+    )
     finished = trainer.run(termination)
     if finished:
         log_next_command(run_config)
     return finished
+
+
+def lacks_evaluation(config: TrainConfig, step: int, total_steps: int) -> bool:
+    """Whether a request to stop interrupted the evaluation after `step`."""
+    if step == 0 or not evaluates_after(step, config, total_steps):
+        return False
+    path = Path(config.output_dir) / METRICS_NAME
+    with os_errors(f"{path}: cannot be read"):
+        metrics = logged_metrics(path, step)
+    return not any("eval_acceptance_length" in line for line in metrics if line["step"] == step)
 
 
 def warn_of_few_steps(steps: int, max_steps: int | None) -> None:

@@ -1,6 +1,7 @@
 """The order in which ranks read the rows of the data set."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from longspec.train.distributed import ignore_stop_signals
 
 
+@dataclass(eq=False)
 class ResumableSampler(Sampler[list[int]]):
     """Row numbers of one rank's micro-batches. They depend only on the micro-step, so a run can start at any step.
 
@@ -19,19 +21,18 @@ class ResumableSampler(Sampler[list[int]]):
     next one, so every step has a full batch and no row is skipped or padded.
     """
 
-    def __init__(
-        self, rows: int, batch_size: int, rank: int, world_size: int, seed: int, start: int, stop: int
-    ) -> None:
-        """Sample micro-steps `start` … `stop` - 1 of a data set with `rows` rows (> 0)."""
-        self.rows = rows
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.start = start
-        self.stop = stop
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+    rows: int
+    """Rows of the data set, > 0."""
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    start: int
+    """The first micro-step."""
+    stop: int
+    """The micro-step after the last one."""
+    _epoch: int = field(default=-1, init=False)
+    _order: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64), init=False)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -62,14 +63,9 @@ def loader(
     num_workers: int,
     accumulation: int,
 ) -> DataLoader:
-    """Micro-batches as NumPy arrays by name.
-
-    accumulation: micro-batches per optimizer step. The `num_workers` processes together keep at least one step ready.
-    """
-    prefetch_factor = None
-    if num_workers:
-        # A step takes all of its micro-batches at once, so the next step is loaded while this one trains.
-        prefetch_factor = -(-accumulation // num_workers) + 1
+    """Micro-batches as NumPy arrays by name. `accumulation` of them are one optimizer step."""
+    # A step takes all of its micro-batches at once, so the next step is loaded while this one trains.
+    prefetch_factor = -(-accumulation // num_workers) + 1 if num_workers else None
     return DataLoader(
         rows,
         batch_sampler=sampler,

@@ -41,12 +41,6 @@ def enum_member(kind: Any, name: str) -> int:
     return int(ZeroStageEnum[name])
 
 
-# torch's loader looks allowed functions up by module and name.
-enum_member.__module__ = "builtins"
-enum_member.__name__ = "getattr"
-enum_member.__qualname__ = "getattr"
-
-
 def zero_stage(value: int) -> int:
     """Replacement for ZeroStageEnum in unpickling, which returns a plain number.
 
@@ -55,11 +49,12 @@ def zero_stage(value: int) -> int:
     return int(ZeroStageEnum(value))
 
 
-zero_stage.__module__ = ZeroStageEnum.__module__
-zero_stage.__qualname__ = ZeroStageEnum.__qualname__
-zero_stage.__name__ = ZeroStageEnum.__name__
-
-SAVED_CLASSES = [LossScaler, zero_stage, enum_member, fragment_address]
+SAVED_CLASSES: list[Any] = [
+    LossScaler,
+    fragment_address,
+    (zero_stage, f"{ZeroStageEnum.__module__}.ZeroStageEnum"),
+    (enum_member, "builtins.getattr"),
+]
 """Classes and functions that DeepSpeed's files contain in addition to tensors. Files with others are rejected."""
 
 
@@ -174,6 +169,7 @@ def adopt(engine: Any, shards: Shards) -> None:
     step = shards.step
     for flat in adamw_flats:
         optimizer.state[flat]["step"] = torch.tensor(float(step)) if in_tensor else step
+    engine.global_steps = step
 
 
 def _flat_parameters(engine: Any) -> tuple[list[Any], list[Any]]:

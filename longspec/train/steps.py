@@ -17,16 +17,7 @@ from longspec.train.distributed import summed, summed_by_name
 from longspec.train.engine import cosine_with_warmup, set_learning_rate
 from longspec.train.inputs import Inputs
 from longspec.train.loss import DraftLoss, stop_at_broken_loss
-from longspec.train.micro_batches import (
-    Arrays,
-    Batch,
-    EngineInputs,
-    StepBatches,
-    batch_positions,
-    draw_lags,
-    engine_inputs,
-    weighted_sum,
-)
+from longspec.train.micro_batches import Arrays, Batch, EngineInputs, training_inputs, weighted_sum
 from longspec.train.positions import micro_step_generator
 from longspec.train.resume import rows_per_step
 from longspec.train.sampler import ResumableSampler
@@ -40,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizerSteps:
-    """Takes the optimizer steps of a run on this rank. All ranks take each step together."""
+    """The optimizer steps of a run on this rank. All ranks take each step together."""
 
     def __init__(
         self,
@@ -61,8 +52,12 @@ class OptimizerSteps:
         self.first_step = sampler.start // self.accumulation + 1
         self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
         self.arrays: Arrays = iter(())
-        self.batches: StepBatches | None = None
-        """Data of the next step; None after the last one."""
+        self.micro_batches: list[Batch] = []
+        """Data of the next step on this rank; empty after the last one."""
+        self.first_inputs: EngineInputs | None = None
+        """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
+        self.wait_s = 0.0
+        """Seconds spent waiting for the loader."""
 
     def start(self, step: int, arrays: Arrays) -> None:
         """Load the data of `step`. The steps take theirs from `arrays` until it ends."""
@@ -74,13 +69,12 @@ class OptimizerSteps:
         start = time.perf_counter()
         # Waits if the loader's workers are slower than training.
         arrays = list(islice(self.arrays, self.accumulation))
-        wait_s = time.perf_counter() - start
+        self.wait_s = time.perf_counter() - start
         # Shares memory with the arrays; nothing is copied.
-        micro_batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
-        self.batches = None
-        if micro_batches:
-            first_inputs = self.micro_batch_inputs((step - 1) * self.accumulation, micro_batches[0])
-            self.batches = StepBatches(micro_batches, first_inputs, wait_s)
+        self.micro_batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
+        self.first_inputs = None
+        if arrays:
+            self.first_inputs = self.micro_batch_inputs((step - 1) * self.accumulation, self.micro_batches[0])
 
     def take(self, step: int, termination: Termination) -> dict[str, float] | None:
         """Take the optimizer step whose data is loaded, and load the next one's. Returns the metrics, or None if a
@@ -89,10 +83,9 @@ class OptimizerSteps:
         The gradient is that of the mean loss over the tokens of all ranks and micro-batches, however unevenly they are
         distributed. Raises UserError if the loss or the gradient is NaN or infinite.
         """
-        start, batches = time.perf_counter(), self.batches
-        assert batches is not None
+        start = time.perf_counter()
         # Tokens in the loss over all ranks, at least 1.
-        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches.micro_batches)
+        count = sum(int((batch["labels"] != IGNORED).sum()) for batch in self.micro_batches)
         tokens = max(1, int(summed(torch.tensor(count, device=self.engine.device))))
         # DeepSpeed divides the gradient by the accumulation steps and averages it over ranks. This undoes both.
         # With W ranks, A micro-batches and n tokens in all: W · A / n times the sum of the loss.
@@ -101,7 +94,7 @@ class OptimizerSteps:
         learning_rate = self.config.learning_rate * self.learning_rate_factor(step - 1)
         set_learning_rate(self.engine, learning_rate)
 
-        terms = self.run_micro_batches(step, batches, loss_scale, termination)
+        terms = self.run_micro_batches(step, loss_scale, termination)
         if terms is None:
             return None
 
@@ -118,20 +111,19 @@ class OptimizerSteps:
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
         # Waiting shows that the loader is slower than training.
-        waited = self.batches.wait_s if self.batches else 0.0
-        return {**metrics, "seconds": time.perf_counter() - start, "data_seconds": waited}
+        return {**metrics, "seconds": time.perf_counter() - start, "data_seconds": self.wait_s}
 
     def run_micro_batches(
-        self, step: int, batches: StepBatches, loss_scale: float, termination: Termination
+        self, step: int, loss_scale: float, termination: Termination
     ) -> list[dict[str, Tensor]] | None:
         """Forward and backward of each micro-batch; the engine updates the draft after the last one.
 
         Returns the terms of each micro-batch's loss; None after a request to stop.
         """
         terms: list[dict[str, Tensor]] = []
-        inputs: EngineInputs | None = batches.first_inputs
+        micro_batches, inputs = self.micro_batches, self.first_inputs
         start = time.perf_counter()
-        for index in range(len(batches.micro_batches)):
+        for index in range(len(micro_batches)):
             # An unfinished step is dropped, and the resumed run repeats it. Before the first micro-batch nothing is
             # lost; after it the step is worth finishing if that does not take long.
             if termination.agreed(FINISH_S if index else 0):
@@ -147,11 +139,11 @@ class OptimizerSteps:
 
             # The device is still busy, so preparing the next micro-batch here costs no time. Its target pass does not
             # depend on the draft's weights and can run in parallel to the optimizer step.
-            if index + 1 < len(batches.micro_batches):
-                inputs = self.micro_batch_inputs(micro_step + 1, batches.micro_batches[index + 1])
+            if index + 1 < len(micro_batches):
+                inputs = self.micro_batch_inputs(micro_step + 1, micro_batches[index + 1])
             else:
                 self.load(step + 1)
-                inputs = self.batches.first_inputs if self.batches else None
+                inputs = self.first_inputs
             if inputs is not None:
                 self.start_target_pass(inputs)
 
@@ -160,13 +152,10 @@ class OptimizerSteps:
         return terms
 
     def micro_batch_inputs(self, micro_step: int, batch: Batch) -> EngineInputs:
-        """The engine's inputs for a micro-batch, with positions and lags drawn for `micro_step` and this rank."""
-        variant = self.config.variant
-        # Positions first, then lags: a resumed run draws them in the same order.
-        generator = micro_step_generator(self.config.seed, micro_step, self.sampler.rank)
-        positions = batch_positions(batch, variant, self.inputs.max_positions, generator)
-        lags = draw_lags(batch, self.engine.module.draft_model, variant, generator)
-        return engine_inputs(batch, positions, lags, self.objective, self.engine.device)
+        """The engine's inputs for a micro-batch of this rank."""
+        draft, limit = self.engine.module.draft_model, self.inputs.max_positions
+        objective, device, rank = self.objective, self.engine.device, self.sampler.rank
+        return training_inputs(batch, self.config, limit, draft, objective, device, micro_step, rank)
 
     def forward(self, micro_step: int, inputs: EngineInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss of a micro-batch and its terms.
@@ -187,11 +176,9 @@ class OptimizerSteps:
         if target_pass is None:
             return
         segments = Segments(inputs["cu_seqlens"].tolist(), self.engine.device)
-        whole = self.engine.module.needs_whole_pass(self.objective)
-        target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments, whole)
+        target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments)
 
     def sample_ids(self, step: int) -> list[list[str]]:
         """The ids of this rank's samples in `step`, one list per micro-batch."""
-        micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
-        ids = self.inputs.rows.ids
-        return [[sample for row in rows for sample in ids(row)] for rows in map(self.sampler.batch, micro_steps)]
+        batches = map(self.sampler.batch, range((step - 1) * self.accumulation, step * self.accumulation))
+        return [[sample for row in rows for sample in self.inputs.rows.ids(row)] for rows in batches]

@@ -10,11 +10,11 @@ from longspec.ranks.agreement import Termination, from_every_rank, from_rank_zer
 from longspec.train.checkpoint import read_best, save_best, save_checkpoint
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import data_parallel_rank_and_size, rank_zero_first
-from longspec.train.evaluation import Evaluation
+from longspec.train.evaluation import Evaluation, evaluates_after
 from longspec.train.inputs import Inputs
 from longspec.train.logging import RunLog
 from longspec.train.loss import DraftLoss
-from longspec.train.markers import Progress
+from longspec.train.markers import Marker
 from longspec.train.resume import FRESH, Start
 from longspec.train.sampler import ResumableSampler, loader
 from longspec.train.steps import OptimizerSteps
@@ -34,19 +34,21 @@ class Trainer:
         total_steps: int,
         start: Start = FRESH,
         held_out_rows: int = 0,
+        evaluation_due: bool = False,
     ) -> None:
         """Prepare the steps after `start` up to `total_steps`.
 
-        held_out_rows: number of rows per evaluation, 0 for no evaluation.
+        held_out_rows: number of rows per evaluation, 0 for no evaluation. evaluation_due: whether that of the step to
+        start from was interrupted.
         """
         self.config = config
         self.engine = engine
         self.inputs = inputs
-        self.start_step = start.progress.step
+        self.start_step = start.step
         self.total_steps = total_steps
         self.run_identity = start.run
-        self.evaluation_due = start.progress.evaluation_due and held_out_rows > 0
-        """Whether the last step's evaluation was interrupted. A resumed run may no longer have held-out data."""
+        self.evaluation_due = evaluation_due
+        """Whether the last step's evaluation was interrupted."""
         self.best_acceptance_length = -math.inf
         """Held-out acceptance length of the draft in `checkpoint-best`."""
 
@@ -87,15 +89,15 @@ class Trainer:
         from_every_rank(None)
         termination.at_once = False
 
-        self.repeat_evaluation(log, termination)
         step = self.start_step
+        if self.evaluation_due and (evaluated := self.evaluate(step, termination)):
+            log.step({"step": step, **evaluated})
         self.steps.start(step + 1, arrays)
-        while self.steps.batches is not None:
-            metrics = self.steps.take(step + 1, termination)
-            if metrics is None:
-                break
+        while self.steps.micro_batches and (metrics := self.steps.take(step + 1, termination)) is not None:
             step += 1
-            log.step({"step": step, **metrics, **self.evaluate(step, termination)})
+            if self.evaluation is not None and evaluates_after(step, self.config, self.total_steps):
+                metrics |= self.evaluate(step, termination)
+            log.step({"step": step, **metrics})
             if step % self.config.save_steps == 0 or step == self.total_steps:
                 self.save(step)
 
@@ -115,40 +117,20 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Save a checkpoint of `step`. All ranks call it."""
-        # With an evaluation due, a resumed run repeats it before the next step.
-        progress = Progress(step, self.world_size, self.evaluation_due)
-        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, progress, self.run_identity)
-
-    def repeat_evaluation(self, log: RunLog, termination: Termination) -> None:
-        """Run the evaluation of the checkpoint that training resumes from, if it was interrupted."""
-        if not self.evaluation_due:
-            return
-        metrics = self.run_evaluation(self.start_step, termination)
-        if metrics:
-            log.step({"step": self.start_step, **metrics}, repeated=True)
-            if self.start_step == self.total_steps:
-                self.save(self.start_step)
+        marker = Marker(step, self.world_size, self.run_identity)
+        save_checkpoint(self.engine, self.inputs.tokenizer, self.config, marker)
 
     def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
-        """The held-out metrics after `step`; {} if no evaluation is due there or a request to stop interrupted it."""
-        # The last step is evaluated even if `evaluation.steps` does not divide its number.
-        if self.evaluation is None or (step % self.config.evaluation.steps and step != self.total_steps):
-            return {}
-        return self.run_evaluation(step, termination)
-
-    def run_evaluation(self, step: int, termination: Termination) -> dict[str, float]:
         """Evaluate the draft after `step`, and save it if it is the best one and `keep_best` is set.
 
         Returns {} after a request to stop. The evaluation is then due on resume.
         """
         assert self.evaluation is not None
         metrics = self.evaluation.run(termination)
-        # Saved with the checkpoint, so that the resumed run can select the best draft as well.
         self.evaluation_due = not metrics
-        if self.config.evaluation.keep_best and metrics:
-            acceptance_length = metrics["eval_acceptance_length"]
-            if acceptance_length > self.best_acceptance_length:
-                self.best_acceptance_length = acceptance_length
-                progress = Progress(step, self.world_size)
-                save_best(self.engine.module, self.inputs.tokenizer, self.config, progress, metrics, self.run_identity)
+        acceptance_length = metrics.get("eval_acceptance_length", -math.inf)
+        if self.config.evaluation.keep_best and acceptance_length > self.best_acceptance_length:
+            self.best_acceptance_length = acceptance_length
+            marker = Marker(step, self.world_size, self.run_identity)
+            save_best(self.engine.module, self.inputs.tokenizer, self.config, metrics, marker)
         return metrics

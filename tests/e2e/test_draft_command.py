@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 BEGUN = {
     "chat": "answers/chat/train.shards/*",
-    "probes": "probes/layers.settings.json",
     "stage1": "training/recipe-0/stage1/last*_ds",
     "evaluation": "evaluation/samples-0.jsonl",
 }

@@ -3,7 +3,7 @@
 Twelve steps of four rows on the same tiny pair and the same order of data, each against one rank with ZeRO-1 in fp32
 and the four rows in one micro-batch. The base variant, for lags are drawn for each micro-batch and
 rank. Every run goes through tests/watched_run.py: on each rank only the draft has gradients, and not a byte of the
-target changes. (The row "fused or plain loss" needs no launcher: tests/unit/test_trainer.py.)
+target changes. (The row "fused or plain loss" needs no launcher: tests/unit/test_loss.py.)
 
 In fp32 a setting changes nothing but the order of sums: measured on two CPU cores, 2e-7 of the losses and 5e-7 of
 the way from the fresh draft to the last. In bf16 the target, the draft's activations and the weights that are saved
@@ -78,6 +78,7 @@ class Setting:
 REFERENCE = Setting("1 rank, ZeRO-1, fp32, 4 x 1")
 TWO_RANKS = Setting("2 ranks", ranks=2, micro_batch=2)
 ZERO_3 = Setting("ZeRO-3", ranks=2, micro_batch=1, accumulation=2, more=SHARDED)
+TP = Setting("tp_size=2, ZeRO-3", ranks=2, more=("tp_size=2", *SHARDED), target="halves")
 IN_BF16: dict[str, Any] = {"more": ("model.torch_dtype=bfloat16",), "loss": 1e-3, "norm": 2e-2, "draft": 0.1}
 BF16 = Setting("bf16", **IN_BF16)
 IN_MUON: dict[str, Any] = IN_BF16 | {"more": (*IN_BF16["more"], "optimizer=muon", "learning_rate=0.01")}
@@ -88,13 +89,12 @@ IN_FP32 = [
     TWO_RANKS,
     Setting("ZeRO-2", ranks=2, micro_batch=1, accumulation=2, more=("deepspeed=zero2",)),
     ZERO_3,
-    Setting("tp_size=2", ranks=2, more=("tp_size=2",), target="halves"),
-    Setting("tp_size=2, ZeRO-3", ranks=2, more=("tp_size=2", *SHARDED), target="halves"),
+    TP,
+    Setting("4 ranks, tp_size=2", ranks=4, micro_batch=2, more=("tp_size=2",), target="halves"),
 ]
 FOUR_RANKS = [
     Setting("4 ranks", ranks=4, micro_batch=1),
     Setting("4 ranks, ZeRO-3", ranks=4, micro_batch=1, more=SHARDED),
-    Setting("4 ranks, tp_size=2", ranks=4, micro_batch=2, more=("tp_size=2",), target="halves"),
 ]
 ROUNDED = [BF16, Setting("accumulation 1 x 4, muon", micro_batch=1, accumulation=4, **IN_MUON), TWO_MUON_RANKS]
 ON_GPUS = [replace(one, device="cuda", loss=1e-5, norm=1e-4, draft=1e-3) for one in (*IN_FP32, *FOUR_RANKS)]
@@ -103,6 +103,7 @@ RESUMED = [
     (REFERENCE, ZERO_3),
     (TWO_RANKS, REFERENCE),
     (ZERO_3, TWO_RANKS),
+    (TP, TP),
     (BF16, replace(TWO_RANKS, name="2 ranks, bf16", **IN_BF16)),
     (MUON, TWO_MUON_RANKS),
 ]
@@ -157,6 +158,9 @@ def assert_same_curve(work: Path, setting: Setting) -> None:
         assert [line[name] for line in ours] == pytest.approx([line[name] for line in wanted], rel=tolerance), name
     assert ours[-1]["eval_loss"] == pytest.approx(wanted[-1]["eval_loss"], rel=setting.loss)
     assert share_of_the_way(work, load_draft(output / "checkpoint-last"), setting.reference) < setting.draft
+    for state in output.rglob("*_model_states.pt"):
+        saved = torch.load(state, weights_only=False)["module"]
+        assert saved and all(name.startswith("draft_model.") for name in saved), "the frozen target is not saved"
 
 
 @pytest.mark.parametrize("setting", cases([*IN_FP32, *ROUNDED]))

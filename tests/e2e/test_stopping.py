@@ -1,11 +1,9 @@
 """Signals to each process of a run, with the launcher and without: what is saved, said and left behind."""
 
-import errno
 import os
 import pty
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +15,6 @@ from training_fixtures import (
     LIMIT_S,
     ROOT,
     TINY,
-    TRAINER,
     background,
     launch_environment,
     launch_line,
@@ -76,7 +73,6 @@ def our_lines(log: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("receiver", "number", "code"),
     [
-        ("deepspeed", signal.SIGTERM, -signal.SIGTERM),
         ("launch.py", signal.SIGKILL, 0),  # DeepSpeed's command takes a killed launch.py for a good end
         ("group", signal.SIGINT, -signal.SIGINT),
     ],
@@ -91,11 +87,10 @@ def test_every_way_to_stop_a_launch_saves_and_ends_it(
     output, log = tmp_path / "out", tmp_path / "log"
     with running(launch_line(TINY, *overrides(work, output)), log, WANDB_MODE="offline") as run:
         wait_for_step(output, log)
-        launch = run.children()[0]
         if receiver == "group":
             os.killpg(run.pid, number)
         else:
-            {"deepspeed": run, "launch.py": launch}[receiver].send_signal(number)
+            run.children()[0].send_signal(number)
         assert run.wait(timeout=LIMIT_S) == code
         wait_until(lambda: not session(run.pid), log)
     step = assert_saved(output)
@@ -148,50 +143,3 @@ def test_a_closed_terminal_saves_and_ends_a_launch(work: Path, tmp_path: Path) -
         for one in session(leader):
             one.kill()
     assert_saved(output)
-
-
-def test_a_run_without_launcher_stops_on_a_signal(work: Path, tmp_path: Path) -> None:
-    """It comes during the imports, when the handlers are set; later ones: see the launches."""
-    output, log = tmp_path / "out", tmp_path / "log"
-    command = [sys.executable, TRAINER, "-cp", "conf/exp/", "-cn", TINY, *overrides(work, output)]
-    with running(command, log) as run:
-        wait_until(lambda: handles(run.pid, signal.SIGTERM), log)
-        run.send_signal(signal.SIGINT)
-        assert run.wait(timeout=LIMIT_S) == 128 + signal.SIGINT
-        wait_until(lambda: not session(run.pid), log)
-    (line,) = our_lines(log)
-    assert "Traceback" not in log.read_text()
-    assert line == "SIGINT: stopped before the first step"
-
-
-def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
-
-
-def test_ctrl_c_before_the_first_step_is_one_line(work: Path, tmp_path: Path) -> None:
-    """Rank 1 is in a collective meanwhile."""
-    output, log, fifo = tmp_path / "out", tmp_path / "log", tmp_path / "fifo"
-    os.mkfifo(fifo)
-    held: list[int] = []
-    with background(
-        *overrides(work, output), log=log, script="tests/faulty_run.py", FAULT="waits", WAITS_FOR=str(fifo)
-    ) as ranks:
-        wait_until(lambda: opened_for(fifo, held), log)
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGINT)
-        assert exit_code(ranks, LIMIT_S) == 128 + signal.SIGINT
-    os.close(*held)
-    (line,) = our_lines(log)
-    assert line.endswith("SIGINT: stopped before the first step")
-    assert "Traceback" not in log.read_text()
-
-
-def opened_for(reader: Path, held: list[int]) -> bool:
-    """Whether somebody reads a FIFO; it is then held open, so that the reader waits."""
-    try:
-        held.append(os.open(reader, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError as error:
-        assert error.errno == errno.ENXIO
-    return bool(held)

@@ -94,9 +94,9 @@ def test_an_output_folder_is_one_folder_for_all_ranks(work: Path, tmp_path: Path
 
 
 def test_drill(tmp_path: Path) -> None:
-    """`make drill` with its first kind of trial under both ZeRO stages."""
-    drill = [sys.executable, "-m", "scripts.drill", "--trials", "2", "--output", str(tmp_path / "drill")]
+    """`make drill` with its first kind of trial."""
+    drill = [sys.executable, "-m", "scripts.drill", "--trials", "1", "--output", str(tmp_path / "drill")]
     run = subprocess.run(drill, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     trials = json.loads((tmp_path / "drill" / "summary.json").read_text())
-    assert [(trial["zero_stage"], trial["kind"]) for trial in trials] == [(n, "all ranks killed") for n in (1, 3)]
+    assert [(trial["zero_stage"], trial["kind"]) for trial in trials] == [(1, "all ranks killed")]

@@ -98,13 +98,13 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "lcc: 2 prompts kept, 0 left out; 1 not reached" in done.stdout
+    assert "lcc: 2 prompts kept, 0 left out" in done.stdout
     assert "acceptance length" in done.stdout
     summary = json.loads((out / "summary.json").read_text())
     config = summary["config"]
     assert (config["tree_shape"], config["temperature"], config["seed"]) == ([4, 16], 0.7, 3)
     assert (config["dtype"], config["window"], config["draft"]) == ("bfloat16", 4096, str(draft_of(target)))
-    assert summary["left_out"] == {"too_short": 0, "too_long": 0, "not_reached": 1}
+    assert summary["left_out"] == {"too_short": 0, "too_long": 0}
     assert summary["peak_memory_bytes"] > 0 and summary["device"].startswith("cpu")
     assert [sample["id"] for sample in lines_of(out)] == ["r0", "r1"]
 
@@ -122,14 +122,24 @@ def test_every_method_warms_up_before_it_is_measured(
 
     monkeypatch.setattr(measurement, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
-    options = ("--method", method, "--max_gen_len", "20", "--gamma", "2", "--tree_shape", "3", "3")
-    options += ("--temperature", "0.7", "--top_p", "0.9", "--top_k", "7", "--seed", "5")
+    options = (
+        "--method",
+        method,
+        "--max_gen_len",
+        "20",
+        "--tree_shape",
+        "3",
+        "3",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "5",
+    )
     summary = main(arguments(target, data, tmp_path / "out", *options))
     (warm_length, warm_up), *measured = calls
     assert len(measured) == summary["samples"] == len(lines_of(tmp_path / "out")) == 2
     assert warm_length == max(length for length, _ in measured) and warm_up["max_new_tokens"] == 16
-    given = {"method": method, "gamma": 2, "tree_shape": [3, 3], "temperature": 0.7, "top_p": 0.9, "top_k": 7}
-    assert warm_up | given == warm_up
+    assert warm_up | {"method": method, "tree_shape": [3, 3], "temperature": 0.7} == warm_up
     assert [settings["seed"] for _, settings in measured] == [[row_seed(5, number)] for number in (0, 1)]
     own = {"max_new_tokens", "eos_token_id", "seed"}
     for _, settings in measured:
@@ -148,7 +158,6 @@ def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.Ca
     plain, file = sampled("plain"), target / "generation_config.json"
     given = {"do_sample": True, "min_p": 0.9, "no_repeat_ngram_size": 2, "stop_strings": ["a"], "max_time": 0.01}
     file.write_text(json.dumps(json.loads(file.read_text()) | given))
-    assert "generation config" not in capsys.readouterr().out
     assert sampled("configured") == plain
     names = "max_time 0.01, stop_strings ['a'], min_p 0.9, no_repeat_ngram_size 2"
     assert f"{target}: its generation config sets {names}, which is ignored" in capsys.readouterr().out
@@ -160,13 +169,9 @@ def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.Ca
 def test_vanilla_and_magicdec_need_no_draft(tmp_path: Path) -> None:
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", "aime24", 1)
     for method in ("vanilla", "magicdec"):
-        summary = main(
-            [
-                *("--target", str(target), "--task", "aime24", "--data_path_prefix", str(data)),
-                *("--method", method, "--max_gen_len", "4", "--output_dir", str(tmp_path / method)),
-                *("--attention", "sdpa", "--no-compile"),
-            ]
-        )
+        line = ["--target", str(target), "--task", "aime24", "--data_path_prefix", str(data), "--method", method]
+        line += ["--max_gen_len", "4", "--output_dir", str(tmp_path / method), "--attention", "sdpa", "--no-compile"]
+        summary = main(line)
         assert summary["samples"] == 1 and summary["config"]["draft"] is None
         assert summary["config"]["attention"] == "sdpa" and summary["config"]["compile"] is False
 
@@ -211,26 +216,18 @@ def refused(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--tree_shape"], "tree_shape: empty"),
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
         (["--tree_shape", "four"], "invalid int value: 'four'"),
-        (["--tree_shape", "auto"], "use --method auto, which chooses the tree in each round"),
         (["--method", "seq", "--gamma", "0"], "gamma: 0"),
         (["--max_gen_len", "4090"], "4096 positions"),
-        (["--temperature", "-1"], "temperature: -1.0"),
         (["--seed", "-1"], "--seed: -1"),
-        (["--top_k", str(2**70)], f"--top_k: {2**70}"),
         (["--batch_size", "0"], "--batch_size: 0"),
         (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
         (["--headroom", "4096"], "(0 of 10 tokens or fewer, 3 of more than 0 tokens)"),
         (["--method", "beam"], "--method: invalid choice: 'beam'"),
-        (["--task", "narrativeqa"], "--task: invalid choice: 'narrativeqa'"),
-        (["--device", "abacus"], "device: 'abacus'"),
         (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
-        (["--attention", "fast"], "--attention: invalid choice: 'fast'"),
         (["--chat_format", "tokenizer"], "chat template"),
         (["--model_name", "qwq"], "--model_name or by --target"),
-        (["--draft", ""], "--draft: empty"),
         (["--temprature", "1"], "unrecognized arguments: --temprature 1"),
     ],
 )
@@ -241,8 +238,7 @@ def test_bad_options_are_refused(refused: Callable[..., str], options: list[str]
 def test_a_draft_that_cannot_serve_is_refused(
     refused: Callable[..., str], setting: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A window that does not exceed the depth, the fresh draft of a saved pair, and that of another target, as the
-    folder's config tells."""
+    """Its window is too small, it is fresh, or its folder's config names another target."""
     target, data = setting
     state = torch.load(draft_of(target))
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
@@ -253,26 +249,19 @@ def test_a_draft_that_cannot_serve_is_refused(
     without = ["--target", str(target), "--task", "lcc", "--data_path_prefix", str(data), "--method", "seq"]
     assert "method: seq needs a trained draft" in refusal(capsys, without)
     assert "gamma: 4 levels, but the draft's window is 4" in refused("--method", "seq", draft=narrow)
-    for method in ("tree", "auto"):
-        assert "tree_shape: 5 levels, but the draft's window is 4" in refused("--method", method, draft=narrow)
-    for method in ("seq", "tree"):
-        assert f"{fresh} was saved with a fresh, untrained draft" in refused("--method", method, draft=fresh)
+    assert f"{fresh} was saved with a fresh, untrained draft" in refused(draft=fresh)
     given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
     assert make_plan(parse_options(given)).draft == str(fresh)
-    assert "a draft for a target with model_type qwen2; this target has llama" in refused(draft=qwen)
+    assert "a draft for a target with model_type 'qwen2'; this target has llama" in refused(draft=qwen)
     grouped = make_target(tmp_path / "grouped", num_key_value_heads=1)
     assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft=draft_of(grouped))
     assert "no such draft" in refused(draft=tmp_path / "nowhere.pth")
-    (tmp_path / "broken.pth").write_bytes(b"no weights")
-    assert "broken.pth" in refused(draft=tmp_path / "broken.pth")
-    (tmp_path / "empty").mkdir()
-    assert "no draft in this folder" in refused(draft=tmp_path / "empty")
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_refused(
+def test_a_row_that_does_not_fit_into_memory_is_refused(
     setting: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The refusal names a batch size that fits; a batch counts only the samples that there are."""
+    """Of a batch, as many rows are decoded as fit."""
     target, data = setting
     config = tiny_config("llama", vocab_size=VOCAB_SIZE)
     line = arguments(target, data, tmp_path / "out", "--batch_size", "100000", "--chat_format", "published")
@@ -281,17 +270,12 @@ def test_a_batch_that_does_not_fit_into_memory_is_refused(
     row = memory.row_bytes(config, torch.float32, longest + 64, 69)
     assert row == cache.keys.nbytes + cache.values.nbytes + 69 * VOCAB_SIZE * 4
     weights = memory.weight_bytes(config, torch.float32)
-    for free, advice in (
-        (weights + 2.9 * row, "use --batch_size 2 or less"),
-        (weights + 1.1 * row, "use --batch_size 1 or less"),
-        (weights, "use fewer tokens (--max_gen_len)"),
-    ):
-        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: int(free))
-        message = refusal(capsys, line)
-        assert f"and 3 rows of {longest + 64} tokens and 69 tree nodes" in message and advice in message
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + int(0.9 * row))
+    message = refusal(capsys, line)
+    assert f"a row of {longest + 64} tokens and 69 tree nodes" in message and "use fewer tokens" in message
     config.quantization_config = {"quant_method": "awq", "bits": 4}
     assert memory.weight_bytes(config, torch.float32) == 0, "its size depends on the method"
-    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + 3 * row)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: weights + row)
     assert make_plan(parse_options(line)).options.batch_size == 100000
 
 
@@ -309,19 +293,13 @@ def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
     assert parse_options(arguments(*setting, tmp_path)).dtype == "auto"
 
 
-def test_a_tokenizer_that_is_not_the_targets_is_refused(
-    refused: Callable[..., str], setting: tuple[Path, Path], tmp_path: Path
-) -> None:
-    small, mute, checkpoint = tmp_path / "small", tmp_path / "mute", tmp_path / "checkpoint"
+def test_a_tokenizer_that_is_not_the_targets_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    small, mute = tmp_path / "small", tmp_path / "mute"
     embeddings = make_pair(small, vocab_size=VOCAB_SIZE - 1).config.vocab_size
     save_tokenizer(small)
     assert f"token ids up to {VOCAB_SIZE - 1}, its model only {embeddings} embeddings" in refused(target=small)
     make_pair(mute, vocab_size=VOCAB_SIZE)
     assert "no tokenizer that loads" in refused(target=mute)
-    save_tokenizer(checkpoint, reversed_ids=True)
-    (checkpoint / "draft_model_weights.pth").write_bytes(draft_of(setting[0]).read_bytes())
-    for draft in (checkpoint, checkpoint / "draft_model_weights.pth"):
-        assert "its tokenizer is not the target's: 256 ids differ" in refused(draft=draft)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(

@@ -2,10 +2,7 @@
 
 import itertools
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +12,10 @@ from pairs import make_pair
 pytest.importorskip("triton")
 from kernel_devices import INTERPRETED
 from triton.runtime.interpreter import GridExecutor
-from triton.runtime.jit import JITFunction
 
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.capture import compile_ahead
-from longspec.inference.engine.modes import KINDS, Mode
+from longspec.inference.engine.rounds import KINDS, Mode
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import METHODS, Drafting
 from longspec.kernels.triton import compile_ahead as module
@@ -64,47 +60,3 @@ def test_calls_that_fail_or_hang_do_not_stop_the_others(tmp_path: Path, monkeypa
 
     module._run_in_forks([fail, signal.pause, (tmp_path / "first").touch, (tmp_path / "second").touch], 2)
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
-
-
-def test_kernels_are_compiled_once_with_their_launchers_and_all_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    compilations, launchers, taken = module._Compilations(), [], []
-    monkeypatch.setattr(module, "_run_in_forks", lambda calls, count: [call() for call in calls])
-    active = SimpleNamespace(launcher_cls=lambda src, _: launchers.append(src))
-    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    numbers = range(module.FEW_KERNELS + 2)
-    for number in (*numbers, 0):
-        kernel = SimpleNamespace(src=number, metadata=None)
-        compilations.submit(str(number), lambda kernel=kernel: kernel, taken.append)
-    compilations.finish()
-    assert launchers == [kernel.src for kernel in taken] == list(numbers)
-
-
-NEEDS_MODE = pytest.mark.skipif(module.active_mode is None, reason="this Triton compiles one kernel at a time")
-
-
-@NEEDS_MODE
-def test_threads_that_compile_ahead_take_turns_and_leave_launches_as_they_were() -> None:
-    launch, has_begun = JITFunction.run, Event()
-
-    def compile_too() -> None:
-        with module.compiling_only():
-            has_begun.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        with module.compiling_only():
-            replaced = JITFunction.run
-            other = pool.submit(compile_too)
-            assert not has_begun.wait(0.2)
-            assert JITFunction.run is replaced
-        other.result()
-    assert JITFunction.run is launch
-
-
-@NEEDS_MODE
-def test_an_error_of_the_compiler_leaves_no_mode_behind() -> None:
-    def fail() -> None:
-        raise RuntimeError("no code")
-
-    with pytest.raises(RuntimeError, match="no code"), module.compiling_only():
-        module.active_mode.get().submit("key", fail, lambda kernel: None)
-    assert module.active_mode.get() is None

@@ -77,14 +77,14 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["answered"] == 9 and summary["new_tokens"] == sum(line["new_tokens"] for line in answers)
     cut = tmp_path / "cut.jsonl"
-    for size in (0, whole.index(b"\n") + 1, len(whole) // 2, len(whole) - 1, len(whole)):
+    for size in (whole.index(b"\n") + 1, len(whole) // 2, len(whole)):
         cut.write_bytes(whole[:size])
         invoke(*given, "--output", cut)
         assert cut.read_bytes() == whole
     result = invoke(*given, "--output", cut, "--seed", 1, code=1)
-    assert isinstance(result.exception, UserError) and "line 1: was written by another pair or" in str(result.exception)
+    assert isinstance(result.exception, UserError) and "line 1: a line of another pair" in str(result.exception)
     prompts.write_text(prompts.read_text().replace("p8", "p9"))
-    with pytest.raises(UserError, match="line 2: belongs to another prompt"):
+    with pytest.raises(UserError, match="line 2: a line of another pair, of other prompts"):
         raise invoke(*given, "--output", cut, code=1).exception
     invoke(*given, "--output", cut, "--overwrite")
     assert lines(cut)[1]["id"] == "p9"
@@ -111,34 +111,25 @@ def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp
             error = invoke(*command, code=1).exception
             assert isinstance(error, UserError) and f"{asked}, {problem}" in str(error)
     error = invoke("generate", "\udcff", "--model", target, code=1).exception
-    assert isinstance(error, UserError) and str(error) == "prompt 1: not UTF-8 text"
+    assert isinstance(error, UserError) and str(error).startswith("prompt 1: not UTF-8 text")
 
 
-QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1, "max_time": 9.0}
-"""Options of Qwen2.5-Instruct's generation_config.json, and a time limit."""
-
-
-def test_commands_say_once_which_options_of_the_target_they_ignore(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "qwen"
+def test_options_of_the_targets_generation_config(target: Path, tmp_path: Path) -> None:
+    """Its penalties apply, unless an option replaces them; what is ignored is named once."""
+    folder, tokenizer = tmp_path / "configured", byte_tokenizer()
     shutil.copytree(target, folder)
-    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"min_p": 0.1, "cache_implementation": "static"}))
-    size = ("--max_new_tokens", 3)
+    # As in Qwen2.5-Instruct, and some that do not apply.
+    config = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+    config |= {"max_time": 9.0, "min_p": 0.1, "cache_implementation": "static"}
+    (folder / "generation_config.json").write_text(json.dumps(config))
     for given, named in (
         (["generate", "hi", "ho", "--batch_size", 1, "--model", folder], "max_time 9.0"),
-        (["chat", folder], "max_time 9.0"),
         (["bench", folder, "--png", tmp_path / "bench.png"], "max_time 9.0, min_p 0.1, repetition_penalty 1.1"),
     ):
-        result = invoke(*given, *size, input="hi\nho\n")
+        result = invoke(*given, "--max_new_tokens", 3)
         notice = f"{folder}: its generation config sets {named}, which is ignored"
         assert result.stderr.count("generation config") == 1 and notice in result.stderr
-
-
-def test_generate_has_the_targets_penalties_and_bench_only_its_own(target: Path, tmp_path: Path) -> None:
-    """Both take them as options, one that is given replaces the target's."""
-    folder, tokenizer = tmp_path / "banning", byte_tokenizer()
-    shutil.copytree(target, folder)
+    (folder / "generation_config.json").write_text("{}")
 
     def answer(*options: Any) -> str:
         output = invoke("generate", "hi", "--model", folder, "--max_new_tokens", 4, *options).stdout
@@ -150,14 +141,7 @@ def test_generate_has_the_targets_penalties_and_bench_only_its_own(target: Path,
     assert set(ids).isdisjoint(tokenizer(answer("--logit_bias", json.dumps(banned)))["input_ids"])
     assert plain[:2] not in answer("--bad_words", json.dumps([plain[:2]]))
     (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": ids}))
-    pair = pairs.open_pair(PairOptions(str(folder)), "vanilla")
-    first = pair.generate([ids], pairs.SamplingOptions(1)).new_tokens[0]
-    assert first not in ids
-    measured = pairs.open_pair(PairOptions(str(folder)), "vanilla", applied=())
-    own = measured.generate([ids], pairs.SamplingOptions(1)).new_tokens
-    assert own == pair.generate([ids], pairs.SamplingOptions(1), suppress_tokens=None).new_tokens
-    error = invoke("bench", folder, "--logit_bias", "[]", code=1).exception
-    assert isinstance(error, UserError) and "--logit_bias: '[]' is no JSON dict" in str(error)
+    assert set(ids).isdisjoint(tokenizer(answer())["input_ids"])
     (folder / "generation_config.json").write_text('{"repetition_penalty": 0}')
     error = invoke("generate", "hi", "--model", folder, code=1).exception
     assert isinstance(error, UserError) and str(error).startswith("generation_config.repetition_penalty: 0; ")
@@ -198,9 +182,6 @@ def test_a_stop_signal_ends_a_run_after_the_answers_that_have_begun(
     monkeypatch.setattr(PromptRun, "line", signalled)
     result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
     assert f"stopped by SIGTERM: 1 of 9 prompts are done, in {out}; the same command continues" in result.stderr
-    # On stdout, the answer does not wait for those of earlier prompts any more.
-    result = invoke(*given, code=128 + signal.SIGTERM)
-    assert [json.loads(line) for line in result.stdout.splitlines()] == lines(out)
     monkeypatch.undo()
     invoke(*given, "--output", out)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -223,13 +204,11 @@ def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeyp
 
 
 def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(target: Path, tmp_path: Path) -> None:
-    """Too long ones, and those that the chat template rejects. The rest is answered and continued as ever."""
+    """Too long ones, and those that the chat template rejects."""
     strict = tmp_path / "strict"
     shutil.copytree(target, strict)
     template = "{% if messages[0].content == 'bad' %}{{ raise_exception('order') }}{% endif %}" + TEMPLATE
     byte_tokenizer(template).save_pretrained(strict)
-    with pytest.raises(UserError, match="prompt 2: 4210 tokens"):
-        raise invoke("generate", "a", "b" * 4200, "--model", target, code=1).exception
     asked = tmp_path / "asked.txt"
     asked.write_text("\n".join(["a", "bad", "b" * 4200, "c", "d"]))
     given = ["generate", asked, "--model", strict, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 4]
@@ -242,10 +221,6 @@ def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(t
     assert [line["index"] for line in lines(out)] == [0, 3, 4]
     counts = json.loads(summary.read_text())
     assert (counts["prompts"], counts["answered"], counts["left_out"]) == (5, 3, 2)
-    whole = out.read_bytes()
-    out.write_bytes(whole[: len(whole) // 2])
-    invoke(*given, "--output", out)
-    assert out.read_bytes() == whole == invoke(*given).stdout_bytes
     asked.write_text("bad\n")
     with pytest.raises(UserError, match=r"1 of 1 prompts left out; .*; no prompt is left"):
         raise invoke(*given, code=1).exception
@@ -267,14 +242,12 @@ def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monke
     # The warm-ups, then turns at each prompt, because the speed of a device changes.
     assert played == ["vanilla", "lookup", "auto"] * (1 + summary["prompts"])
     assert "tree: skipped" in result.stderr and (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
-    model = make_pair(tmp_path / "random", **SIZE)
-    model.save_pretrained(tmp_path / "pair")
+    make_pair(tmp_path / "random", **SIZE).save_pretrained(tmp_path / "pair")
     byte_tokenizer().save_pretrained(tmp_path / "pair")
     (tmp_path / "prompts.txt").write_text("the target reads\n")
     result = invoke("bench", tmp_path / "pair", "--prompts", tmp_path / "prompts.txt", *given)
     summary = json.loads(result.stdout.splitlines()[-1])
     assert list(summary["methods"]) == ["vanilla", "lookup", "tree", "auto"] and not summary["skipped"]
-    assert all(row["tokens_per_second"] > 0 for row in summary["methods"].values())
     assert all(row["equal_outputs"] == summary["prompts"] == 1 for row in summary["methods"].values())
 
 
@@ -308,15 +281,14 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     session = Session(loaded, sampling, terminal(), system="Be brief.")
     output = said(session, "abcabcabc", "again", "/stats", "/help")
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
-    answer = session.answers[0]
-    assert answer.origins["lookup"] and output.count(f"\x1b[38;2;{red};{green};{blue}m") >= answer.origins["lookup"] / 2
+    assert output.count(f"\x1b[38;2;{red};{green};{blue}m") >= 2
     assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
-    assert session.answers[1].prompt_tokens > answer.prompt_tokens + answer.tokens
-    assert "/file PATH" in output and "last answer: 40 tokens" in output and "chat:        80" in output
+    assert "/file PATH" in output and output.count("40 tokens") == 2 and "80 tokens" in output
+    first = session.turns[2]
     said(session, "/reset")
     assert [turn["role"] for turn in session.turns] == ["system"]
     plain = Session(loaded, sampling, terminal(NO_COLOR="1"), system="Be brief.")
-    assert "\x1b[38" not in said(plain, "abcabcabc") and plain.answers[0].text == answer.text
+    assert "\x1b[38" not in said(plain, "abcabcabc") and plain.turns[2] == first
 
 
 def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(target: Path, tmp_path: Path) -> None:
@@ -327,9 +299,9 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     assert "a b.txt: 18 tokens go with the next message" in output
     asked = [turn["content"] for turn in session.turns if turn["role"] == "user"]
     assert asked == ["the text\nof a file\n\na question\nin two lines", "/usr/bin is a folder", "/helpful?"]
-    for name, reason in (("none.txt", "No such file"), ("image.png", "not a text file")):
-        assert f"error: /file {tmp_path}/{name}: cannot be read ({reason}" in said(session, f"/file {tmp_path}/{name}")
-    assert len(session.answers) == 3
+    for name, problem in (("none.txt", "cannot be read (No such file"), ("image.png", "not UTF-8 text")):
+        assert f"error: /file {tmp_path}/{name}: {problem}" in said(session, f"/file {tmp_path}/{name}")
+    assert len(session.turns) == 6
 
 
 def test_an_answer_cannot_control_the_terminal() -> None:
@@ -344,7 +316,7 @@ def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
     error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
     assert error in said(session, "x" * 4500)
-    assert session.turns == [] and session.answers == []
+    assert session.turns == []
     assert "8 tokens" in said(session, "hello")
 
 
@@ -352,18 +324,6 @@ def test_lines_from_a_pipe_are_answered_up_to_quit(target: Path) -> None:
     shown = invoke("chat", target, "--max_new_tokens", 3, input="hello\n\nmore\n/quit\nnever\n").output
     assert shown.count("\n3 tokens") == 2 and "> " not in shown
     assert invoke("chat", target, "--max_new_tokens", 3, input="hello\n").output.count("\n3 tokens") == 1
-
-
-def test_ctrl_c_at_the_prompt_does_not_end_the_chat(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: list[type[BaseException]] = [KeyboardInterrupt, EOFError]
-
-    def press(prompt: str) -> str:
-        raise keys.pop(0)
-
-    monkeypatch.setattr("builtins.input", press)
-    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=3), terminal())
-    session.run()
-    assert not keys and "Ctrl-D ends the chat" in session.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 class Terminal:
@@ -386,6 +346,11 @@ class Terminal:
         shown, self.text = self.text[: match.end()], self.text[match.end() :]
         return shown
 
+    def wait_for_a_key(self) -> None:
+        """Python looks at a signal when readline's wait for a key is interrupted, so the wait must have begun."""
+        while psutil.Process(self.pid).status() != psutil.STATUS_SLEEPING:
+            pass
+
     def type(self, text: str) -> None:
         os.write(self.handle, text.encode())
 
@@ -400,21 +365,19 @@ def chat(target: Path) -> Iterator[Terminal]:
 
 
 def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
-    """Text streams before the answer ends, and what there is of it is the next prompt's history. A pasted text of two
-    lines is one message."""
+    """At the prompt Ctrl-C ends nothing. Text streams before the answer ends, and what there is of it is the next
+    prompt's history. A pasted text of two lines is one message."""
     chat.until("loading")
     chat.until(r"Orange.*> ")
-    prompts = []
     for message in ("\x1b[200~hel\nlo\x1b[201~", "more"):
         chat.type(f"{message}\n")
         chat.until(r"(lo|more)\S*\r\n.{200}")  # longer than the notice of the first use
         chat.type("\x03")
         chat.until(r"\(stopped\).*> ")
-        chat.type("/stats\n")
-        figures = chat.until(r"chat:.* tokens\r\n\S*> ")
-        prompts.append(int(re.findall(r"prompts of up\s+to\s+(\d+)", figures)[0]))
-    assert prompts[0] == len("<user>hel\nlo") + 1 + len("<a>")  # and EOS
-    assert prompts[1] > prompts[0] + 20
+    # Of a conversation that is too long, the message tells the tokens: those of both questions and of both answers.
+    chat.type(f"{'x' * 4000}\n")
+    tokens = int(re.findall(r"has (\d+) tokens", chat.until(r"error: .*/reset.*> "))[0])
+    assert tokens > len("<user>hel\nlo<a>more") + 4000 + 100
     # Python looks at a signal when readline's wait for a key is interrupted, so the wait must have begun.
     while psutil.Process(chat.pid).status() != psutil.STATUS_SLEEPING:
         pass

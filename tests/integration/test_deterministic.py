@@ -74,6 +74,7 @@ class TokensInATree(Drafter):
         return Proposal(tokens, parents.expand(batch, -1), (number + 1) // 2, visible.expand(batch, -1, -1), self.depth)
 
 
+@pytest.mark.slow  # Triton's interpreter takes half a minute; tests/unit/test_deterministic_kernels.py has its parts
 @INTERPRETED
 @torch.no_grad()
 def test_a_tree_leaves_the_bits_that_decoding_one_token_at_a_time_leaves(tmp_path: Path) -> None:
@@ -151,18 +152,9 @@ def test_greedy_answers_are_those_of_vanilla_in_every_mode_and_batch(
         assert served(model, prompts, mode) == expected, f"{name}, served"
         for prompt, answer in [(prompts[1], expected[1]), (prompts[6], expected[6])]:
             assert generate(model, [prompt], **settings, **mode).new_tokens[0].tolist() == answer, name
-
-
-@pytest.mark.gpu
-def test_penalties_and_compilation_of_rounds_keep_the_equality(tmp_path: Path) -> None:
-    model = near_ties(tmp_path, "qwen2", vocab_size=512, hidden_size=128).cuda()
-    prompt = torch.randint(1, 512, (1, 200), generator=torch.Generator().manual_seed(0))
-    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "deterministic": True, "repetition_penalty": 1.3}
-    expected = generate(model, prompt, **settings, **MODES["vanilla"]).new_tokens[0]
-    for name, mode in MODES.items():
-        assert torch.equal(generate(model, prompt, **settings, **mode).new_tokens[0], expected), name
-    with pytest.raises(UserError, match="compile"):
-        generate(model, prompt, compile=False, deterministic=True)
+    penalized = settings | {"repetition_penalty": 1.3}
+    answers = [generate(model, prompts[3:4], **penalized, **mode).new_tokens[0].tolist() for mode in MODES.values()]
+    assert answers == [answers[0]] * len(MODES)
 
 
 def test_what_cannot_be_deterministic_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

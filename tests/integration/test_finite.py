@@ -2,7 +2,6 @@
 
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +12,11 @@ from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.requests import Request
-from longspec.inference.methods import GLIDE_METHODS, METHODS, Drafting
+from longspec.inference.methods import METHODS, Drafting
 from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
 
 SETTINGS = {"tree_shape": (2, 3), "gamma": 3, "max_new_tokens": 12, "seed": 0}
-RULES = [*({"method": method} for method in METHODS), {"method": "tree", "tree_rule": "descend"}]
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8},
-    {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-]
 
 
 class Spoiled(nn.Module):
@@ -52,21 +45,9 @@ def spoil_target(model: GlideMixin, row: Tensor, position: int, value: float) ->
     model.lm_head = Spoiled(model.lm_head, hidden, value)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(
-    ("method", "sampling", "value"),
-    zip(METHODS, cycle(SAMPLING), cycle([float("nan"), float("inf")]), strict=False),
-)
-def test_the_first_token_is_refused(tmp_path: Path, method: str, sampling: dict, value: float) -> None:
-    """Prefill reads logits like every other pass."""
-    model, ids = make_pair(tmp_path), prompts()
-    spoil_target(model, ids[1], 6, value)
-    with pytest.raises(UserError, match=r"^row 1, position 6: the target's logits are NaN or infinite"):
-        generate(model, ids, method=method, **SETTINGS, **sampling)
-
-
-@pytest.mark.parametrize(("method", "value"), zip(METHODS, cycle([float("nan"), float("inf")]), strict=False))
+@pytest.mark.parametrize(("method", "value"), [*zip(METHODS, cycle([float("nan"), float("inf")]), strict=False)])
 def test_a_verification_pass_is_refused_where_the_target_fails(tmp_path: Path, method: str, value: float) -> None:
-    """Every token before is the target's own; the row and the round's root are named."""
+    """Every token before is the target's own; the row and the round's root are named. Prefill does the same."""
     model, ids = make_pair(tmp_path), prompts()
     expected = target_greedy(model, ids[1], 12)
     spoil_target(model, torch.cat([ids[1], torch.tensor(expected)]), 10, value)
@@ -76,30 +57,25 @@ def test_a_verification_pass_is_refused_where_the_target_fails(tmp_path: Path, m
     assert position == 10 if method == "vanilla" else 7 <= position <= 10
     ended = generate(model, ids, method=method, **SETTINGS | {"max_new_tokens": 1})
     assert [row.tolist() for row in ended.new_tokens] == [target_greedy(model, row, 1) for row in ids]
+    with pytest.raises(UserError, match=r"^row 1, position 10: the target's logits are NaN or infinite"):
+        later = [ids[0].tolist(), [*ids[1].tolist(), *expected[:4]]]
+        generate(model, later, method=method, **SETTINGS, temperature=0.8, min_p=0.1)
 
 
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [
+        ({"method": "seq"}, {"temperature": 0.8}),
+        ({"method": "tree"}, {}),
+        ({"method": "tree", "tree_rule": "descend"}, {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2}),
+    ],
+    ids=str,
+)
 def test_no_weight_of_a_draft_spoils_the_output(tmp_path: Path, rule: dict, sampling: dict) -> None:
-    """NaN and infinity in the draft are refused where the draft is read, and have no effect elsewhere."""
-    ids = prompts()
-    for value in (float("nan"), float("inf")):
-        model = make_pair(tmp_path)
-        model.draft_model.mlp.down_proj.weight.data[3, 4] = value
-        if rule["method"] in GLIDE_METHODS:
-            with pytest.raises(UserError, match=r"^row 0, position 7: the draft's logits are NaN or infinite"):
-                generate(model, ids, **rule, **SETTINGS, **sampling)
-        else:
-            generate(model, ids, **rule, **SETTINGS, **sampling)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_temperature_that_overflows_is_refused(tmp_path: Path, method: str) -> None:
-    """The logits are finite, and infinite once they are divided by the temperature."""
-    model, ids = make_pair(tmp_path), prompts()
-    model.lm_head.weight.data *= 1e12
-    with pytest.raises(UserError, match=r"^row 0, position 6: the target's logits .* at temperature 1e-30"):
-        generate(model, ids, method=method, **SETTINGS, temperature=1e-30)
+    model = make_pair(tmp_path)
+    model.draft_model.mlp.down_proj.weight.data[3, 4] = torch.nan
+    with pytest.raises(UserError, match=r"^row 0, position 7: the draft's logits are NaN or infinite"):
+        generate(model, prompts(), **rule, **SETTINGS, **sampling)
 
 
 def test_a_logit_of_minus_infinity_is_a_token_of_probability_0(tmp_path: Path) -> None:
@@ -124,19 +100,10 @@ def test_rows_that_have_ended_raise_nothing(tmp_path: Path) -> None:
     assert [row.tolist() for row in out.new_tokens] == [first[0], first[1][: ended + 1]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_answers_in_batches_name_the_prompt(tmp_path: Path, temperature: float) -> None:
+def test_answers_in_batches_name_the_prompt(tmp_path: Path) -> None:
     """A greedy row stands next to a sampled one; no answer gets a token from the fault."""
     model, ids = make_pair(tmp_path), prompts()
-    expected = target_greedy(model, ids[1], 3)
-    spoil_target(model, torch.cat([ids[1], torch.tensor(expected)]), 8, float("nan"))
-    for rows in (1, 2):  # a batch of greedy rows alone, and one with both kinds
-        samplings = (Sampling(), Sampling(temperature))
-        requests = [Request(row.tolist(), 6, own) for row, own in zip((ids[1], ids[0]), samplings, strict=True)][:rows]
-        with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
-            answer_all(model, Drafting("vanilla"), requests, 2, Listener(lambda *_: None))
-    with pytest.raises(UserError, match=r"^prompt 0, position 6: .* at temperature 1e-30"):
-        model.lm_head = model.lm_head.head
-        model.lm_head.weight.data *= 1e12
-        request = Request(ids[0].tolist(), 6, Sampling(1e-30))
-        answer_all(model, Drafting("vanilla"), [request], 2, Listener(lambda *_: None))
+    spoil_target(model, torch.cat([ids[1], torch.tensor(target_greedy(model, ids[1], 3))]), 8, float("nan"))
+    requests = [Request(ids[1].tolist(), 6), Request(ids[0].tolist(), 6, Sampling(0.7))]
+    with pytest.raises(UserError, match=r"^prompt 0, position 8: the target's logits are NaN .* temperature 0;"):
+        answer_all(model, Drafting("vanilla"), requests, 2, Listener(lambda *_: None))

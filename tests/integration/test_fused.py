@@ -96,33 +96,25 @@ def test_fused_passes_equal_transformers_modules(
     compare(model, BACKENDS[backend](model_backend(model).attention), prompts, lengths, 1, TREE)
 
 
-@pytest.mark.parametrize("family", ["qwen3"])
 @torch.no_grad()
-def test_a_pass_of_one_token_attends_from_the_projection(tmp_path: Path, family: str, device: str) -> None:
+def test_a_pass_of_one_token_attends_from_the_projection(tmp_path: Path, device: str) -> None:
     """A ragged batch: tokens, hidden states and keys and values of vanilla rounds equal those of transformers."""
-    model = random_pair(tmp_path, family).to(device)
+    model = random_pair(tmp_path, "qwen3").to(device)
     prompts = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
     compare(model, BACKENDS["triton"](TritonAttention()), prompts, [9, 4], 3, Drafting("vanilla"))
 
 
-@torch.no_grad()
 def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
+    """Also in inference mode, after which the model can be trained."""
     model = random_pair(tmp_path, "qwen2", options=OPTIONS["both"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    FusedRunner(model)
+    with torch.inference_mode():
+        make_runner(model, "auto", compiled=True)
     storages = {name: value.data_ptr() for name, value in model.state_dict().items()}
     FusedRunner(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert {name: value.data_ptr() for name, value in after.items()} == storages
-    attention = model.model.layers[0].self_attn
-    assert attention.k_proj.weight.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
-
-
-def test_a_model_can_be_trained_after_a_runner_was_made_in_inference_mode(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
-    with torch.inference_mode():
-        make_runner(model, "auto", compiled=True)
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
@@ -146,12 +138,9 @@ def test_large_hidden_states_are_normalized(dtype: torch.dtype) -> None:
     torch.testing.assert_close(stream.normed(weight), torch.ones_like(hidden))
 
 
-@pytest.mark.parametrize("family", ["qwen2"])
-def test_a_draft_layer_with_its_own_forward_is_decoded_with_it(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_layer_with_its_own_forward_is_decoded_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two tokens that a round drafts is a pass of it, and the target's tokens come out."""
-    passes = []
+    family, passes = "qwen2", []
 
     class Own(GLIDE[family].draft_layer_class):  # type: ignore[misc, name-defined]
         def forward(self, embeddings: Tensor, *args: Any) -> Tensor:
@@ -187,34 +176,26 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
         own = {method: lambda *_: None}
         module.__class__ = type("Own", (type(module),), own)
 
-    def refused(change: Callable[[Any], object]) -> bool:
-        return not changed(change)
-
-    assert refused(lambda m: setattr(m.model.layers[0].self_attn, "q_norm", torch.nn.LayerNorm(8)))
-    assert refused(lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.GELU()))
-    assert refused(lambda m: setattr(m.model.layers[2].self_attn, "o_proj", torch.nn.Linear(32, 32, bias=True)))
-    assert refused(lambda m: setattr(m.model.layers[0].mlp, "up_proj", Adapted(32, 48, bias=False)))
-    assert refused(lambda m: m.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None))
-    assert refused(lambda m: m.draft_model.cross_attn.q_proj.half())
-    assert refused(lambda m: m.model.layers[1].input_layernorm.half())
-    assert refused(lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.t().contiguous().t()))
-    assert refused(lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None))
-    assert refused(lambda m: setattr(m.draft_model.extra_cross_attn[0].q_proj, "bias", None))
-    assert refused(lambda m: m.draft_model.feature_proj.register_forward_hook(lambda *_: None))
-    assert refused(lambda m: m.model.layers[1].register_forward_hook(lambda *_: None))
-    assert refused(lambda m: m.model.register_forward_pre_hook(lambda *_: None))
-    assert refused(lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)))
-    assert refused(lambda m: setattr(m.model, "embed_tokens", torch.nn.EmbeddingBag(61, 32)))
-    assert refused(lambda m: setattr(m.model, "norm", torch.nn.LayerNorm(32)))
-    assert refused(lambda m: setattr(m.model.layers[0].mlp, "forward", m.model.layers[0].mlp.forward))
-    for name in ("model.layers.1", "model.layers.0.self_attn", "model.layers.2.mlp", "model.layers.0.input_layernorm"):
-        assert refused(lambda m, name=name: subclass(m.get_submodule(name)))
-    for name in ("model", "model.norm", "draft_model.self_attn", "draft_model.cross_attn", "draft_model.mlp"):
-        assert refused(lambda m, name=name: subclass(m.get_submodule(name)))
+    for change in (
+        lambda m: setattr(m.model.layers[0].self_attn, "q_norm", torch.nn.LayerNorm(8)),
+        lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.GELU()),
+        lambda m: setattr(m.model.layers[2].self_attn, "o_proj", torch.nn.Linear(32, 32, bias=True)),
+        lambda m: setattr(m.model.layers[0].mlp, "up_proj", Adapted(32, 48, bias=False)),
+        lambda m: m.draft_model.cross_attn.q_proj.half(),
+        lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.t().contiguous().t()),
+        lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None),
+        lambda m: m.draft_model.feature_proj.register_forward_hook(lambda *_: None),
+        lambda m: m.model.layers[1].register_forward_hook(lambda *_: None),
+        lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)),
+        lambda m: setattr(m.model.layers[0].mlp, "forward", m.model.layers[0].mlp.forward),
+        lambda m: subclass(m, "embed"),
+        flatten,
+    ):
+        assert not changed(change)
+    for name in ("model", "model.norm", "model.layers.1", "model.layers.0.self_attn", "draft_model.mlp"):
+        assert not changed(lambda m, name=name: subclass(m.get_submodule(name)))
     for method in ("forward", "keys_values", "feature"):
-        assert refused(lambda m, method=method: subclass(m.draft_model, method))
-    assert refused(lambda m: subclass(m, "embed"))
-    assert refused(flatten)
+        assert not changed(lambda m, method=method: subclass(m.draft_model, method))
     assert changed(lambda m: subclass(m.draft_model, "reset_parameters")), "decoding does not run it"
     assert changed(lambda m: m(torch.tensor([[1, 2]]), output_hidden_states=True)), "transformers' own hooks"
     assert changed(lambda m: FusedRunner(m)), "merged once, it can be merged again"

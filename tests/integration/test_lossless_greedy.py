@@ -2,32 +2,28 @@
 
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import cycle, product
+from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from oracles import Oracle, Plan, passes_of
-from pairs import FAMILIES, GLIDE, OPTIONS, tiny_config
-from torch import Tensor
+from pairs import FAMILIES, GLIDE, tiny_config
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspec import generate
-from longspec.inference import engine_pool
+from longspec.inference import engine_pool, methods
 from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.lookup import BRANCH_SIZES
-from longspec.inference.engine import intake, modes, request_engine
-from longspec.inference.engine.batch import Batch
+from longspec.inference.engine import intake
 from longspec.inference.generate import GenerationOutput
-from longspec.inference.methods import GLIDE_METHODS, METHODS, TREE_RULES
-from longspec.inference.runner import Runner
-from longspec.models.draft_layer import PUBLISHED, WINDOW, DraftOptions
+from longspec.inference.methods import METHODS, TREE_RULES
+from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
 TIE = 1e-5
@@ -45,9 +41,6 @@ class Target:
     dtype: torch.dtype = torch.float32
     attention: str = "sdpa"
     seed: int = 0
-    draft: DraftOptions = PUBLISHED
-    listed: tuple[int, ...] = ()
-    """The draft's vocabulary list; empty: no list."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +107,8 @@ def build(target: Target) -> tuple[GlideMixin, PreTrainedModel]:
             weight.data += 0.3 * torch.randn_like(weight)
     with TemporaryDirectory() as folder:
         random.save_pretrained(folder)
-        model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype, **asdict(target.draft))
+        model = GLIDE[target.family].from_pretrained(folder, torch_dtype=target.dtype)
         model.draft_is_trained = True  # as far as decoding is concerned
-        if target.listed:
-            model.draft_model.set_vocabulary(torch.tensor(target.listed))
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, attn_implementation=target.attention)
     assert not isinstance(own, GlideMixin) and own.dtype == model.dtype == target.dtype
     return model, own
@@ -131,11 +122,11 @@ def greedy(target: Target, prompt: tuple[int, ...], limit: int, eos: tuple[int, 
     return build(target)[1].generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
 
-def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, list[int]]:
-    """What `generate` returns, its drafter, and the columns of each of the target's passes after prefill."""
+def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle]:
+    """What `generate` returns, and its drafter."""
     model, _ = build(case.target)
     engine_pool.release(model)  # this case has an oracle of its own
-    drafters, columns, make_drafter = [], [], modes.make_drafter
+    drafters, make_drafter = [], methods.make_drafter
 
     def make_oracle(*args: object, **kwargs: object) -> Oracle:
         drafter = make_drafter(*args, **kwargs)
@@ -146,27 +137,8 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
     ids = pad_sequence(rows, batch_first=True, padding_side=case.side)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case.side)
 
-    def make_noting(*args: Any) -> Runner:
-        runner = make_runner(*args)
-        target = runner.target
-
-        def noted(tokens: Tensor, *others: Any) -> Tensor:
-            columns.append(tokens.shape[1])
-            return target(tokens, *others)
-
-        runner.target = noted  # type: ignore[method-assign]
-        return runner
-
-    def first_tokens(*arguments: Any) -> Tensor:
-        columns.clear()
-        return choose_first_tokens(*arguments)
-
-    choose_first_tokens = Batch.first_tokens
-    make_runner = request_engine.make_runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_engine, "make_runner", make_noting)
-        patch.setattr(modes, "make_drafter", make_oracle)
-        patch.setattr(Batch, "first_tokens", first_tokens)
+        patch.setattr(methods, "make_drafter", make_oracle)
         patch.setattr(intake, "PREFILL_TOKENS", case.chunk * len(rows))
         patch.setattr(magicdec, "SINK", case.sparse_view[0])
         patch.setattr(magicdec, "RECENT", case.sparse_view[1])
@@ -175,14 +147,14 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle, lis
         tree |= {"lookup_branches": case.lookup_branches}
         limits = {"max_new_tokens": case.max_new_tokens, "eos_token_id": eos_token_id, "pad_token_id": 0}
         out = generate(model, ids, mask if len(rows) > 1 else None, case.method, gamma=case.gamma, **tree, **limits)
-    return out, drafters[-1], columns
+    return out, drafters[-1]
 
 
 def check(case: Case, seen: Counter[int | str]) -> None:
     """seen: counts near-ties, and the lengths that passes accepted from an oracle."""
     prompts, truth = case.prompts(), case.truth()
     eos = tuple(truth[row][place] for row, place in case.eos)
-    out, oracle, columns = run(case, eos)
+    out, oracle = run(case, eos)
     stats, by_depth = out.stats, [0] * case.depth
     for b, (prompt, new) in enumerate(zip(prompts, (new.tolist() for new in out.new_tokens), strict=True)):
         whole = prompt + new
@@ -196,8 +168,6 @@ def check(case: Case, seen: Counter[int | str]) -> None:
         seen.update(passes if case.plan else (), **({} if exact else {"near-ties": 1}))
     assert stats.accepted_by_depth == by_depth
     rounds, decoded = sum(map(len, oracle.accepted)), sum(len(new) - 1 for new in out.new_tokens)
-    passes_seen = verifications(columns, case)
-    assert max(stats.row_rounds) == passes_seen and (len(prompts) > 1 or stats.rounds == passes_seen)
     assert (stats.rounds, stats.decoded_tokens) == (rounds, decoded)
     assert stats.tree_nodes == (case.nodes if case.method == "tree" else 0)
     assert rounds == 0 or stats.mean_acceptance_length == decoded / rounds
@@ -215,12 +185,6 @@ def same_tokens(target: Target, prompt: list[int], new: list[int], expected: lis
     assert best - second <= TIE, f"token {at}: {new} instead of {expected}; logits {best}, {second}"
     warnings.warn(f"near-tie after {at} tokens: logits {best}, {second}", stacklevel=1)
     return False
-
-
-def verifications(columns: list[int], case: Case) -> int:
-    """How many of the target's passes after prefill read a whole tree."""
-    assert set(columns) <= {case.nodes} | ({1} if case.method == "magicdec" else set())
-    return columns.count(case.nodes)
 
 
 @st.composite
@@ -263,7 +227,7 @@ def cases(draw: st.DrawFn, method: str) -> Case:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 14), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_greedy_is_lossless(method: str, seeds: range) -> None:
     """Ten examples a seed: with more, hypothesis mostly repeats parts of those it has."""
     seen: Counter[int | str] = Counter()
@@ -287,27 +251,6 @@ def test_greedy_is_lossless(method: str, seeds: range) -> None:
         lossless()
     assert seen.pop("near-ties", 0) <= 1
     assert depth == 0 or set(seen) >= set(range(depth + 1)), "accepted lengths that did not occur"
-
-
-@pytest.mark.parametrize("method", GLIDE_METHODS)
-def test_an_extended_draft_is_lossless(method: str) -> None:
-    seen: Counter[int | str] = Counter()
-    case = Case(Target("llama", layers=3, draft=OPTIONS["both"]), method, (9, 4), 24, chunk=4)
-    check(case, seen)
-    check(replace(case, plan=((0, 3), (3, 1), (2, 0), (1, 2))), seen)
-    assert set(seen) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(("family", "method"), zip(FAMILIES, cycle(GLIDE_METHODS), strict=False))
-def test_a_draft_with_a_vocabulary_is_lossless(family: str, method: str) -> None:
-    """Most of the target's tokens are neither in the list nor in the prompt; some are in another row's prompt."""
-    target = Target(family, listed=(1, 4, 19, 20, 44))
-    case = Case(target, method, (9, 1, 4), 20, tree_shape=(3, 8, 4), chunk=4)
-    tokens = {token for row in case.truth() for token in row}
-    assert tokens - set(target.listed) - {token for row in case.prompts() for token in row}
-    planned = replace(case, plan=((0, 3, 1), (3, 1, 2), (2, 0, 0), (1, 2, 3)))
-    for one in (case, planned, replace(case, lengths=(9,))):
-        check(one, Counter())
 
 
 @pytest.mark.parametrize(("family", "method"), zip(FAMILIES, METHODS[1:], strict=True))

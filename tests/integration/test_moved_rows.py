@@ -13,7 +13,6 @@ from serving import SMALL, alone, ids
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
 from longspec.inference.engine.scheduler import Scheduler
-from longspec.inference.memory import longest_request
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
@@ -37,8 +36,6 @@ class Session:
         self.engine, self.worker = scheduler.engine, scheduler._worker
         self.worker.ahead = ahead
         self.batch = self.worker.batch
-        self.log: list[str] = []
-        """What happened, in order: "round", and "tokens NUMBER" for the answer with that number."""
         self.sizes: list[int] = []
         """Rows of each round."""
         self.events: list[list[Event]] = []
@@ -46,32 +43,21 @@ class Session:
         rounds = self.batch.rounds
 
         def logged(mode: Any, size: int) -> Any:
-            self.log.append("round")
             self.sizes.append(size)
             return rounds(mode, size)
 
         self.batch.rounds = logged  # type: ignore[method-assign]
 
     def submit(self, request: Request) -> None:
-        number, events = len(self.events), []  # type: ignore[var-annotated]
-
-        def take(event: Event) -> None:
-            events.append(event)
-            if isinstance(event, Tokens):
-                self.log.append(f"tokens {number}")
-
-        self.events.append(events)
-        self.engine.add(request, take)
-
-    def step(self) -> None:
-        self.engine.step()
+        self.events.append([])
+        self.engine.add(request, self.events[-1].append)
 
     def finish(self, requests: Sequence[Request]) -> list[list[Tokens]]:
         """Submit requests and play until all answers have ended."""
         for request in requests:
             self.submit(request)
         while self.engine.clients.open:
-            self.step()
+            self.engine.step()
         assert all(isinstance(events[-1], Finished) and not events[-1].message for events in self.events)
         return [[event for event in events if isinstance(event, Tokens)] for events in self.events]
 
@@ -91,7 +77,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
     model = pair(tmp_path, "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured
-    longest = longest_request(model.config, capacity, session.batch.depth, session.batch.nodes)
+    longest = session.engine.longest
     looping = alone(model, Request([3], longest))
     requests = [Request(looping[: longest - 33], 33), *(Request([token], 80) for token in (1, 2, 4))]
     assert [ids(answer) for answer in session.finish(requests)] == [alone(model, request) for request in requests]
@@ -138,28 +124,3 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     unmoved = Session(model, 1, **settings).finish([long])[0]
     assert ids(answers[2]) == ids(unmoved)
     assert [event.tree for event in answers[2]] == [event.tree for event in unmoved]
-
-
-@torch.no_grad()
-def test_first_tokens_are_delivered_before_the_round_and_others_during_it(tmp_path: Path) -> None:
-    session = Session(pair(tmp_path, "published"), 2, method="vanilla")
-    session.worker.ahead = 1
-    session.submit(Request([1, 2, 3], 20))
-    for _ in range(2):
-        session.step()
-    assert session.log == ["tokens 0", "round", "round"]
-    session.step()
-    assert session.log[3:] == ["round", "tokens 0"], "the host delivers while the device works"
-    session.submit(Request([5] * (SMALL["prefill_chunk"] + 1), 20))
-    session.step()
-    assert session.log[5:] == ["round", "tokens 0"], "half a prompt gives no token to wait for"
-    session.step()
-    assert session.log[7:] == ["tokens 0", "tokens 1", "round"]
-
-
-@torch.no_grad()
-def test_tokens_of_a_round_that_the_host_waits_for_are_delivered_at_once(tmp_path: Path) -> None:
-    session = Session(pair(tmp_path, "published"), 2, method="vanilla")
-    session.submit(Request([1, 2, 3], 20))
-    session.step()
-    assert session.log == ["tokens 0", "round", "tokens 0"]

@@ -10,6 +10,7 @@ from pairs import save_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from longspec.models.draft_saving import save_draft_file
 from longspec.models.llama import LlamaGlide
 from longspec.models.mistral import MistralGlide
 from longspec.models.parallel import head_rows
@@ -21,13 +22,14 @@ from longspec.train.loss import DraftLoss, DraftScores
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "GQA": (LlamaGlide, {"vocab_size": 61}),
-    "tied, MHA": (LlamaGlide, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "tied, MHA, more inputs": (LlamaGlide, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "biases of all products": (LlamaGlide, {"attention_bias": True, "mlp_bias": True}),
-    "head_dim": (Qwen2Glide, {"head_dim": 16, "hidden_size": 48, "vocab_size": 62}),
     "pad token of the other rank": (Qwen2Glide, {"tie_word_embeddings": True, "pad_token_id": 60}),
     "norms of heads": (Qwen3Glide, {"vocab_size": 62}),
     "Mistral": (MistralGlide, {"head_dim": 6, "tie_word_embeddings": True}),
 }
+INPUTS = {"tied, MHA, more inputs": {"kv_layers": (1,), "target_feature": True}}
+"""Options of the draft."""
 LENGTHS = torch.tensor([0, 9, 20, 40], dtype=torch.int32)
 
 
@@ -101,7 +103,7 @@ def test_two_ranks_with_halves_are_one_with_the_whole(tmp_path: Path) -> None:
         save_target(place / "target", glide.target_class.config_class.model_type, **layout)
         fill_biases(place / "target" / "model.safetensors")
         split_target(place / "target", place / "split", 2)
-        model = glide.from_pretrained(place / "target", torch_dtype="float64")
-        torch.save(model.draft_model.state_dict(), place / "draft.pth")
+        model = glide.from_pretrained(place / "target", torch_dtype="float64", **INPUTS.get(name, {}))
+        save_draft_file(model.draft_model.state_dict(), place / "draft.pth", model.draft_model.options)
         torch.save(outcome(model), place / "expected.pt")
     torch.multiprocessing.spawn(on_rank, (str(tmp_path),), nprocs=2)

@@ -1,6 +1,7 @@
 """A draft computes the same while decoding (window, stale target cache) as while training (full sequences)."""
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,10 @@ def random_tokens(*shape: int) -> Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(7))
 
 
-ROPES = {
-    "llama": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 256},
     "qwen2": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
-    "qwen3": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512},
     "mistral": {"rope_type": "linear", "factor": 4.0},
 }
 MHA = {"num_key_value_heads": 4, "head_dim": 16}
@@ -58,7 +53,7 @@ def compare_chains(model: GlideMixin, tokens: Tensor, roots: list[int], depth: i
             torch.testing.assert_close(logits[b], expected, **TOLERANCE, msg=f"root {n}, step {step}")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ROPES)
 def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: str) -> None:
     """The table at a token's position is the target's own, its scaling included."""
     model = parity_pair(tmp_path, family, rope_parameters=ROPES[family] | {"rope_theta": 10000.0})
@@ -71,17 +66,7 @@ def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: 
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides", "window"),
-    [
-        ("llama", {}, WINDOW),
-        ("llama", MHA, 48),
-        ("qwen2", {}, 48),
-        ("qwen2", MHA, WINDOW),
-        ("qwen3", {}, 48),
-        ("qwen3", MHA, WINDOW),
-        ("mistral", {}, WINDOW),
-        ("mistral", MHA, 48),
-    ],
+    ("family", "overrides", "window"), [("llama", {}, WINDOW), ("qwen2", MHA, WINDOW), ("mistral", MHA, 48)]
 )
 @torch.no_grad()
 def test_chain_logits_equal_training_logits_at_the_same_lag(
@@ -97,13 +82,7 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
 @pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        *(("llama", options) for options in OPTIONS.values()),
-        ("qwen2", OPTIONS["both"]),
-        ("qwen3", OPTIONS["published"]),
-        ("qwen3", OPTIONS["both"]),
-        ("mistral", OPTIONS["both"]),
-    ],
+    [*(("llama", options) for options in OPTIONS.values()), *((other, OPTIONS["both"]) for other in FAMILIES[1:])],
 )
 @torch.no_grad()
 def test_drafts_of_every_kind_draft_as_either_variant_trains(
@@ -118,12 +97,7 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [
-        ("llama", OPTIONS["published"]),
-        ("qwen2", OPTIONS["both"]),
-        ("qwen3", OPTIONS["both"]),
-        ("mistral", OPTIONS["published"]),
-    ],
+    [*zip(FAMILIES, cycle((OPTIONS["published"], OPTIONS["both"])), strict=False)],
 )
 @torch.no_grad()
 def test_tree_logits_equal_training_logits_along_each_path(
@@ -213,7 +187,7 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path, options: DraftOpt
 
     def hidden(segments: list[Tensor], positions: list[Tensor], lags: list[int]) -> Tensor:
         both: Any = lambda draft, target, *_: torch.cat([draft, target], -1)[0]  # noqa: E731
-        return training_pass(model, segments, torch.tensor(lags), both, positions, reads_target=True)
+        return training_pass(model, segments, torch.tensor(lags), both, positions)
 
     packed = hidden([first, second], [torch.arange(9), anchored], [2, 3])
     torch.testing.assert_close(packed[:9], hidden([first], [torch.arange(9)], [2]), **TOLERANCE)
@@ -233,7 +207,6 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
             torch.tensor([1]),
             lambda draft, target, *_: target[0, -1],
             [positions[0]],
-            reads_target=True,
         )
 
     tokens = random_tokens(20)

@@ -39,7 +39,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "questions.jsonl"
     records: list[dict] = [{"messages": [{"role": "user", "content": f"question {n} " * (n + 1)}]} for n in range(6)]
     records += [{"problem": "what is it?"}, {"prefix": "def f(x):"}, {"document": "news", "summary": "old"}]
-    records += [{"context": "a meeting\u2028", "input": "who came?"}]
+    records += [{"prompt": "a meeting\u2028\n\nwho came?"}]
     records += [records[0]]  # a duplicate
     path.write_text("".join(json.dumps({"id": f"r{n}", **record}) + "\n" for n, record in enumerate(records)))
     return path
@@ -55,24 +55,6 @@ def read(path: Path | None) -> list[dict]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_progress_counts_each_prompt_once_and_as_soon_as_its_answer_is_complete(
-    target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also prompts that get no answer, because their user turn is dropped."""
-    counts: list[int] = []
-    write = Writer.write_shards
-
-    def watched(self: Writer, rows: Any, done: Any, progress: Any) -> None:
-        write(self, rows, done, lambda tokens, finished: counts.append(finished))
-
-    monkeypatch.setattr(Writer, "write_shards", watched)
-    regenerate(settings(target, tmp_path / "turns", count=16, shard_size=8))
-    assert sum(counts) == 16
-    counts.clear()
-    regenerate(settings(target, tmp_path / "questions", files=(str(questions),), shard_size=16))
-    assert sum(counts) == counts.count(1) == 11
-
-
 def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, questions: Path, tmp_path: Path) -> None:
     written = read(regenerate(settings(target, tmp_path, files=(str(questions),), temperatures=(1.0,))))
     by_source = {record["source_id"]: record for record in written}
@@ -86,8 +68,7 @@ def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, q
         if name == "r8":
             assert "news" in record["messages"][0]["content"] and record["messages"][1]["role"] == "assistant"
     facts = (tmp_path / "train.provenance.yaml").read_text()
-    for fact in ("target_digest", "questions.jsonl", "transformers", "seed: 0", "dropped"):
-        assert fact in facts
+    assert all(fact in facts for fact in ("target_digest", "questions.jsonl", "transformers", "seed: 0", "dropped"))
 
 
 def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Path) -> None:
@@ -102,7 +83,7 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
 
 
 def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, tmp_path: Path) -> None:
-    """A resumed run writes only the missing shards, which have the size of those that exist."""
+    """A resumed run writes only the missing shards."""
     given = settings(target, tmp_path, files=(str(questions),), top_p=0.99)
     whole = regenerate(given)
     first = Path(str(whole)).read_bytes()
@@ -111,11 +92,10 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
     kept, lost = shards[0].stat().st_mtime_ns, shards[1].read_bytes()
     shards[1].unlink()
     Path(str(whole)).unlink()
-    assert Path(str(regenerate(replace(given, shard_size=0)))).read_bytes() == first
+    assert Path(str(regenerate(given))).read_bytes() == first
     assert shards[1].read_bytes() == lost and shards[0].stat().st_mtime_ns == kept
-    for other, differing in ({"seed": 1}, "seed: 0 there, 1 here"), ({"top_p": 1.0}, "top_p: 0.99 there, 1.0 here"):
-        with pytest.raises(UserError, match=rf"has shards of a different run \({differing}\)"):
-            regenerate(replace(given, **other))
+    with pytest.raises(UserError, match=r"has shards of a different run \(seed: 0 there, 1 here\)"):
+        regenerate(replace(given, seed=1))
 
 
 def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
@@ -174,8 +154,7 @@ def test_a_stopped_command_says_how_to_go_on(
             os.kill(os.getpid(), signal.SIGINT)
         return records(self, shard)
 
-    line = ["--target", str(target), "--count", "200", "--max_new_tokens", "6"]
-    line += ["--max_turn_tokens", "48"]
+    line = ["--target", str(target), "--count", "200", "--max_new_tokens", "6", "--max_turn_tokens", "48"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(Writer, "_records", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
@@ -203,15 +182,12 @@ def test_prompts_with_a_token_that_the_target_lacks_are_left_out(target: Path, t
     assert "'prompts: with a token that has no embedding': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 
-def test_bad_input_is_one_line(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "plain.jsonl"
     whole = '{"problem": "p", "solution": "s", "max_tokens": 3}\n'
     for first, second, problem in (
         ("", '{"problem": "p", "max_tokens": 3}', "line 1: field 'max_tokens' is not read"),
         (whole, '{"text": "t"}', "line 2: field 'text' is plain text, without a prompt"),
-        ("", '{"body": "t"}', "line 1: field 'prompt' is missing or null; this record has body; use one of: prompt, "),
     ):
         plain.write_text(f"{first}{second}\n")
         with pytest.raises(UserError, match=rf"plain.jsonl, {problem}"):
@@ -219,22 +195,16 @@ def test_bad_input_is_one_line(
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
     for options, message in (
         ([], "count: the number of prompts"),
-        (["--count", "3", "--temperatures", "-1"], "temperature: -1.0; it must be 0"),
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
         (["--count", "3", "--method", "tree"], "method: tree needs a trained draft"),
     ):
         with pytest.raises(SystemExit) as end:
             main(base + options)
         assert end.value.code == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert message in lines[-1]
-    monkeypatch.setenv("RANK", "x")
-    with pytest.raises(SystemExit, match="2"):
-        main([*base, "--count", "3"])
-    assert "environment variable RANK: 'x' is not a number" in capsys.readouterr().err
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("method", "drafts"), [("tree", True), ("auto", True), ("vanilla", False)])
+@pytest.mark.parametrize(("method", "drafts"), [("auto", True), ("vanilla", False)])
 def test_a_named_pair_brings_its_draft_and_shards_of_another_one_are_refused(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, drafts: bool
 ) -> None:
@@ -285,27 +255,10 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
     assert "asked.jsonl, line 1: " in (error := capsys.readouterr().err) and error.endswith("; no prompt is left\n")
 
 
-def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is deleted meanwhile is not created again, because it would have no lock."""
+def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
     given = settings(target, tmp_path, count=4)
     with (
-        SplitShards(given, 4).claimed({"seed": 0}),
-        pytest.raises(UserError, match=rf"another run \(process {os.getpid()} "),
+        SplitShards(given, 4, {"seed": 0}).claimed(),
+        pytest.raises(UserError, match="another run is writing to"),
     ):
         regenerate(given)
-    shutil.rmtree(folder := tmp_path / "train.shards")
-    monkeypatch.setattr(Writer, "_records", lambda *_: shutil.rmtree(folder) or [])
-    with pytest.raises(UserError, match=r"shard-00000-of-00001: cannot be written \(No such file or directory\)"):
-        regenerate(replace(given, temperatures=(1.0,), max_turn_tokens=48))
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize("content", ["", "a: ["])
-def test_a_damaged_provenance_is_one_line(target: Path, tmp_path: Path, content: str) -> None:
-    shards = SplitShards(settings(target, tmp_path, count=4), 4)
-    shards.folder.mkdir()
-    (shards.folder / "provenance.yaml").write_text(content)
-    damaged = pytest.raises(UserError, match=r"provenance\.yaml: not a readable .*; restore this file")
-    with damaged as error, shards.claimed({"seed": 1}):
-        pass
-    assert "\n" not in str(error.value)

@@ -73,30 +73,6 @@ def test_cancellation_frees_the_row_within_one_round(model: GlideMixin, ahead: i
             assert answer.finished.reason == "length" and answer.ids == alone(model, request)
 
 
-def test_a_request_in_prefill_can_be_cancelled(model: GlideMixin) -> None:
-    """The part of the prompt that was read is reused."""
-    with serving(model, max_rows=1, prefill_chunk=1) as scheduler:
-        prompt = [1, 2, 3, 4, 5] * 40
-        read, resume = threading.Event(), threading.Event()
-        read_prompts = scheduler.batch.read_prompts
-
-        def paused(rows: slice, chunks: Any, start: int) -> torch.Tensor:
-            if start == 20:
-                read.set()
-                assert resume.wait(60)
-            return read_prompts(rows, chunks, start)
-
-        scheduler.batch.read_prompts = paused  # type: ignore[method-assign]
-        cancelled = Answer(scheduler, Request(prompt, 5))
-        assert read.wait(60) and cancelled.ticket is not None
-        scheduler.cancel(cancelled.ticket)
-        resume.set()
-        assert cancelled.finished.reason == "cancelled" and not cancelled.events
-        again = answers(scheduler, [Request(prompt, 5)])[0]
-        assert again.ticket.cached_prompt_tokens == 21
-        assert again.ids == alone(model, Request(prompt, 5))
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
     """Before, at the same time, and afterwards in the same row, others are answered as alone."""
@@ -113,9 +89,7 @@ def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
         later = [Answer(scheduler, request) for request in good * 2]
         for answer in bad:
             assert answer.finished.reason == "error"
-            assert answer.finished.message.startswith(
-                "position 2: the target's logits are NaN or infinite at temperature"
-            )
+            assert answer.finished.message.startswith("position 2: the target's logits are NaN or infinite")
         assert [answer.finished.reason for answer in first + later] == ["length"] * 9
         assert [answer.ids for answer in first + later] == expected * 3
         assert scheduler.snapshot().healthy
@@ -123,28 +97,9 @@ def test_a_fault_ends_its_own_request(tmp_path: Path, ahead: int) -> None:
     with serving(model, ahead, max_rows=1) as scheduler:
         assert Answer(scheduler, spoiled).finished.reason == "error"
         assert answers(scheduler, good[:1])[0].ids == expected[0]  # shorter: the draft's window has slots that it skips
-        assert Answer(scheduler, spoiled).finished.reason == "error"
-        with torch.no_grad():
-            model.model.embed_tokens.weight[POISON] = 1.0
-        assert answers(scheduler, [spoiled])[0].ids == alone(model, spoiled)  # nothing of the row is reused
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_what_a_round_stores_after_an_answers_end_is_not_read(tmp_path: Path, ahead: int) -> None:
-    """Its last token alone has a faulty embedding, which only a round that was launched ahead reads."""
-    model = make_pair(tmp_path, "qwen2")
-    good, last = Request([1, 2, 3], 10), 5  # the first token, and a round of three drafted ones and a bonus token
-    prompt, other = [5, 6, 7], alone(model, good)
-    answer = alone(model, Request(prompt, last))
-    assert answer[-1] not in (prompt + answer[:-1] + good.prompt + other)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[answer[-1]] = torch.nan
-    with serving(model, ahead, max_rows=1, method="magicdec") as scheduler:
-        assert answers(scheduler, [Request(prompt, last)])[0].ids == answer
-        assert answers(scheduler, [good])[0].ids == other
-
-
-def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
+def test_a_failing_callback_or_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
 
     def fail(event: Event) -> None:
@@ -153,28 +108,21 @@ def test_a_failing_callback_ends_its_own_request(model: GlideMixin) -> None:
             raise RuntimeError("the client's code")
 
     with serving(model, max_rows=2) as scheduler:
-        scheduler.submit(Request([1], 1000), fail)
-        answer = answers(scheduler, [Request([1, 2], 20)])[0]
-        assert scheduler.drain(60)
-    assert answer.ids == alone(model, Request([1, 2], 20))
-    assert isinstance(events[-1], Finished) and len(events) <= 4
-    assert (events[-1].reason, events[-1].message) == ("error", "on_event failed: the client's code")
-
-
-def test_a_failing_prefill_ends_its_own_request(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(model, max_rows=2) as scheduler:
         read_prompts = scheduler.batch.read_prompts
 
-        def fail(rows: slice, chunks: Any, start: int) -> torch.Tensor:
+        def fail_at_five(rows: slice, chunks: Any, start: int) -> torch.Tensor:
             if any(chunk[0] == 5 for chunk in chunks):
                 raise RuntimeError("no memory")
             return read_prompts(rows, chunks, start)
 
-        monkeypatch.setattr(scheduler.batch, "read_prompts", fail)
-        good = Answer(scheduler, Request([1, 2], 20))
-        bad = Answer(scheduler, Request([5, 2], 20))
+        monkeypatch.setattr(scheduler.batch, "read_prompts", fail_at_five)
+        scheduler.submit(Request([1], 1000), fail)
+        good, bad = (Answer(scheduler, Request([first, 2], 20)) for first in (1, 5))
         assert (bad.finished.reason, bad.finished.message) == ("error", "prefill failed: no memory")
         assert good.finished.reason == "length" and good.ids == alone(model, Request([1, 2], 20))
+        assert scheduler.drain(60)
+    assert isinstance(events[-1], Finished) and len(events) <= 4
+    assert (events[-1].reason, events[-1].message) == ("error", "on_event failed: the client's code")
 
 
 @pytest.mark.parametrize("call", ["assign", "rounds"])
@@ -233,10 +181,9 @@ def load(scheduler: Any, count: int, seed: int) -> list[weakref.ref[Any]]:
     return [weakref.ref(answer.ticket) for answer in open_answers]
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_many_requests_leak_nothing(model: GlideMixin, ahead: int) -> None:
+def test_many_requests_leak_nothing(model: GlideMixin) -> None:
     process = psutil.Process()
-    with serving(model, ahead, max_rows=8, max_queue=1000) as scheduler:
+    with serving(model, ahead=1, max_rows=8, max_queue=1000) as scheduler:
         load(scheduler, 40, seed=0)
         gc.collect()
         threads, resident = threading.active_count(), process.memory_info().rss

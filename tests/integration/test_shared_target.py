@@ -1,7 +1,6 @@
 """Decoding with a target that several ranks share: the tokens of one process, and errors that end all ranks."""
 
 import json
-import signal
 import time
 from pathlib import Path
 
@@ -54,8 +53,7 @@ def test_ranks_that_share_a_target_generate_what_one_process_does(
 
 @pytest.mark.slow
 def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp_path: Path) -> None:
-    """Rank 1 dies in the second batch, then gets a signal there; the third launch completes the run. Rank 0 alone
-    prints and writes."""
+    """Rank 1 dies in the second batch; the next launch completes the run. Rank 0 alone prints and writes."""
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=9)
     options = ("--max_gen_len", "9", "--batch_size", "1", "--tree_shape", "2", "3")
     alone = tmp_path / "alone"
@@ -76,19 +74,10 @@ def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp
     assert time.monotonic() - start < 30
     assert [line["token_ids"] for line in lines_of(shared)] == expected[:1]
 
-    code, _, lines = launch("signal", *line)
-    done = len(lines_of(shared))
-    assert code == 128 + signal.SIGTERM and 2 <= done < 9, lines
-    assert len(lines) == 1 and lines[0].startswith(f"stopped by SIGTERM: {done} of 9 samples"), lines
-
     code, stdout, lines = launch("", *line)
     assert (code, lines) == (0, [])
     assert stdout.count("9 prompts kept") == stdout.count("written to") == 1
     assert [line["token_ids"] for line in lines_of(shared)] == expected
-
-    code, stdout, lines = launch("", *line[:-1], "3")
-    assert (code, stdout) == (2, "")
-    assert len(lines) == 1 and lines[0].startswith("error: --tp_size 3: this launch has 2 processes"), lines
 
 
 def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
@@ -98,8 +87,6 @@ def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
     assert ran.code == 0, ran.stderr[-4000:]
     pair = open_pair(PairOptions(str(target), device="cpu"), "lookup")
     output = pair.generate(pair.encode(["x = 1", "y = 22"]), SamplingOptions(6))
-    expected = [
-        pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for tokens in output.new_tokens
-    ]
+    own = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    expected = [pair.tokenizer.decode(tokens, **own) for tokens in output.new_tokens]
     assert [json.loads(line)["text"] for line in ran.stdout.splitlines()] == expected

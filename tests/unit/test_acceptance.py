@@ -10,20 +10,17 @@ import torch
 from distributions import p_value
 from enumeration import RandomLanguage, Tokens, arrivals, outcomes, sampled_trees
 from faults import IN_THE_RULE
-from pairs import tiny_config
 from samplers import sampler as row_sampler
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 
 from longspec.inference.acceptance import Accepted, accept
 from longspec.inference.drafting import tree as tree_drafting
 from longspec.inference.drafting.chain import ChainDrafter
 from longspec.inference.drafting.decoder import Level
 from longspec.inference.drafting.proposal import Proposal
-from longspec.inference.options import filter_values
 from longspec.inference.sampling import Sampler
 from longspec.kernels.backend import Backend
-from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
+from longspec.kernels.shared.tree import Branches, Tree, new_tree
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
@@ -284,31 +281,3 @@ def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch
                 test_rejecting_in_a_tree_sampled_without_replacement_is_exact((2, 2), seed)
             else:
                 test_a_sampled_chain_is_exact(2, seed)
-
-
-def test_probabilities_follow_transformers_order_of_warpers() -> None:
-    logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-    options = {"min_p": 0.3, "typical_p": 0.9, "epsilon_cutoff": 0.05}
-    config = GenerationConfig(do_sample=True, temperature=0.6, top_k=5, top_p=0.8, **options)
-    theirs = LlamaForCausalLM(tiny_config("llama"))._get_logits_processor(config)
-    assert len(theirs) == 6
-    expected = theirs(torch.zeros(4, 1, dtype=torch.long), logits).softmax(-1)
-    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values({}, config))
-    torch.testing.assert_close(sampler.probabilities(logits), expected)
-    sampler = row_sampler(0.6, 4, top_k=5, top_p=0.8, **filter_values(dict.fromkeys(options), config))
-    expected = LogitsProcessorList(theirs[:3])(None, logits).softmax(-1)  # type: ignore[arg-type]
-    torch.testing.assert_close(sampler.probabilities(logits), expected)
-
-
-def test_the_race_keeps_improbable_paths_apart() -> None:
-    """Where a level is filled by a path of probability 1e-60, its children still come by their q, and each but once."""
-    count = 20_000
-    tree = new_tree(count, 5, sampled=True, device=torch.device("cpu"))
-    tree.scores[:, 0] = -138.0
-    q = torch.tensor([0.6, 0.3, 0.1, 0.0]).expand(count, 1, -1)
-    noise = row_sampler(1.0, count).exponentials(q)
-    Backend.grow_level(tree, slice(0, 1), 4, q.log(), None, Draws(noise, torch.empty(count, 1, 4)))
-    assert tree.arrivals[:, 4].isinf().all() and tree.arrivals[:, :4].isfinite().all()
-    assert (tree.parents[0] == torch.tensor([-1, 0, 0, 0, -1])).all()
-    share = torch.nn.functional.one_hot(tree.tokens[:, 1], 4).double().mean(0)
-    assert share.tolist() == pytest.approx([0.6, 0.3, 0.1, 0.0], abs=0.02)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizer import byte_tokenizer
 
+from longspec.inference.detokenizer import REPLACEMENT, Detokenizer
 from longspec.inference.engine.requests import Origin, Tokens
 from longspec.inference.server.answer_text import AnswerText, Piece
 
@@ -69,6 +70,13 @@ def test_a_character_is_released_whole() -> None:
     assert joined([cut.add(Tokens(ids, ["target"] * len(ids)))]) == "a"
     (rest,) = cut.end()
     assert rest.text == "\ufffd" and rest.id is None
+
+
+def test_streamed_pieces_are_whole_characters_and_make_up_the_text() -> None:
+    stream, text = Detokenizer(TOKENIZER), " Zwölf Boxkämpfer, 中文 and 🙂  two spaces"
+    pieces = [stream.add(token) for token in [*tokens_of(text), TOKENIZER.eos_token_id]]
+    assert "".join(pieces) + stream.end() == text
+    assert not any(REPLACEMENT in piece for piece in pieces) and "🙂" in pieces and pieces[-1] == ""
 
 
 def test_origins_and_probabilities_stay_with_their_tokens() -> None:

@@ -38,9 +38,3 @@ def test_each_operation_has_the_signature_of_torchs(interface: type, implementat
     assert operations
     for name in operations:
         assert signature(implementation, name) == signature(interface, name), name
-
-
-def test_the_backend_of_gpus_has_its_own_operations() -> None:
-    """torch's would wait for the device."""
-    operations = {name for name, member in vars(Backend).items() if isinstance(member, staticmethod)}
-    assert operations and operations <= vars(TritonBackend).keys()

@@ -45,13 +45,6 @@ def test_the_options_name_what_there_is() -> None:
     assert get_args(Method) == (*METHODS, AUTO) and get_args(Dtype) == DTYPES
 
 
-def test_help_shows_groups_defaults_and_examples() -> None:
-    text = CliRunner().invoke(console.app, ["generate", "--help"], env={"COLUMNS": "160"}).output
-    assert all(part in text for part in ("Sampling", "[default: 256]", "stdin", "longspec generate prompts.jsonl"))
-    assert CliRunner().invoke(console.app, ["--version"]).output.startswith("longspec 0")
-    assert "--install-completion" in CliRunner().invoke(console.app, ["--help"]).output
-
-
 @pytest.mark.parametrize(("command", "group"), [("evaluate", "decoding"), ("regenerate", "answers")])
 def test_commands_with_a_parser_of_their_own_get_all_arguments(command: str, group: str) -> None:
     result = CliRunner().invoke(console.app, [command, "--help"])
@@ -66,21 +59,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     for given, part in (
         (["chat", f"{tmp_path}/none"], "no such folder"),
-        (["chat", "one", "--model", "other"], "give the pair once"),
         (["generate", "no/such/file.txt"], "cannot be read"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
-        (["generate", "hello", "--json", f"{tmp_path}/none/a.json"], "there is no folder"),
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
-        (["bench", "--temperature", "hot"], "'--temperature'"),
-        (["chat", "--method", "none"], "'vanilla', 'seq'"),
         (["extract"], "missing argument"),
-        (["split", "--target", "a"], "--tp_size"),
-        (["generate", "hello", "--seed"], "'--seed' requires an argument (see --help)"),
         (["no_such_command"], "'no_such_command'"),
-        (["generate", "hello", "--output", "--overwrite"], "--output: its value is missing before --overwrite"),
-        (["split", "--target", "a", "--output", "--tp_size", "2"], "--output: its value is missing before --tp_size"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
-        (["train", "tiny_glide_stage1_sinkpi-slicing", "steps"], "key=value"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
         monkeypatch.setattr(sys, "argv", ["longspec", *given])
@@ -113,7 +97,6 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     ("options", "derived"),
     [
         (["--include", "localhost:0,1"], ["step: 4 rows of up to 128 tokens, 512 in all"]),
-        (["--include", "localhost"], []),
         (["--num_gpus", "2", "hostfile"], []),
         (["max_steps=1200"], ["run: 1,200 steps"]),
         (
@@ -172,6 +155,7 @@ def test_split_writes_a_folder_per_rank(tmp_path: Path) -> None:
     given = ["split", "--target", str(target), "--tp_size", "2", "--output", str(tmp_path / "out")]
     assert CliRunner().invoke(console.app, given).exit_code == 0
     assert (tmp_path / "out" / rank_folder(1, 2) / "config.json").is_file()
+    assert "exists already" in str(CliRunner().invoke(console.app, given).exception)
 
 
 def test_prompts_come_from_arguments_and_files(tmp_path: Path) -> None:
@@ -200,15 +184,16 @@ def test_a_file_of_another_kind_is_not_taken_for_a_prompt(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"prompt": 3}', "'prompt' must be a string"),
         ('{"text": "a"}', "'prompt' is missing"),
-        ('{"prompt": "a", "messages": []}', "not be given along"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "ends with a user turn"),
         ('{"messages": [{"role": "user"}]}', r"'messages\[0\]\.content'"),
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not read"),
-        ('{"prompt": "a", "suffix": "b"}', "'suffix' is only read next to a prefix"),
+        ('{"prompt": "a", "suffix": "b"}', "'suffix' would be ignored"),
         ('{"prompt": "a", "temperature": 0}', "'temperature' is not read"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' would be ignored"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
+            "'tools' would be ignored",
+        ),
         ("{", "not a JSON line"),
     ],
 )

@@ -1,6 +1,5 @@
 """The benchmark of decoding on tiny shapes: parts of a round, other implementations, acceptance files and tables."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from benchmarks import parts
 from benchmarks.acceptance import key, read_acceptance
-from benchmarks.decoding import filled_batch, settings
+from benchmarks.decoding import filled_batch
 from benchmarks.parts import parts_of_round
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
 from benchmarks.shapes import random_pair
@@ -67,36 +66,8 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
     assert set(lengths[:-1]) == {20} and lengths[-1] > 20
 
 
-def summary(folder: Path, shape: list[int], tokens: int, rounds: int, **changes: Any) -> Path:
-    path = folder / f"summary-{tokens}.json"
-    config = {"tree_shape": shape, "gamma": 4, "draft": "draft", "temperature": 0.0}
-    path.write_text(
-        json.dumps(
-            {"method": "tree", "model": "m", "decoded_tokens": tokens, "rounds": rounds, "config": config} | changes
-        )
-    )
-    return path
-
-
 def test_the_committed_experiment_has_the_figures_of_the_documented_trees() -> None:
-    lengths = read_acceptance([COMMITTED])
+    lengths = read_acceptance(COMMITTED)
     whole, part = OPTIONS | {"tree_shape": DEFAULT_SHAPE}, OPTIONS | {"tree_shape": DEFAULT_SHAPE, "tree_nodes": 32}
     assert 1 < lengths[key("tree", whole | {"temperature": 1.0})] < lengths[key("tree", whole)] < 6
     assert 1 < lengths[key("tree", part)] < lengths[key("tree", whole)]
-
-
-def test_options_with_several_values_are_combined_where_they_apply(pair: GlideMixin) -> None:
-    options = {"contexts": [40], "batches": [2], "batch_context": 80, "methods": ["vanilla", "seq", "tree"]}
-    lists = {"temperature": [0.0, 1.0], "tree_nodes": [0, 4], "draft_vocabulary": [0, 9]}
-    found = []
-    for lengths, setting in settings(Namespace(**options | lists), pair):
-        vocabulary = pair.draft_model.vocabulary
-        size = 0 if vocabulary is None else len(vocabulary)
-        found.append((len(lengths), setting.method, setting.temperature, setting.tree_nodes, size))
-    pair.draft_model.set_vocabulary(None)
-    both = [(temperature, size) for size in (0, 9) for temperature in (0.0, 1.0)]
-    trees = [(rows, "tree", t, nodes, size) for rows in (1, 2) for t, size in both for nodes in (None, 4)]
-    chains = [(1, "seq", t, None, size) for t, size in both]
-    assert sorted(found, key=str) == sorted(
-        [*trees, *chains, *((rows, "vanilla", t, None, 0) for rows in (1, 2) for t in (0.0, 1.0))], key=str
-    )

@@ -159,43 +159,31 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
     save_draft_folder(
         state, tiny_config("llama", num_hidden_layers=4), tmp_path / "draft", DraftOptions(64, (2,), True)
     )
-    with pytest.raises(UserError, match="/draft: the draft's kv_layers contain layer 2, but this target of 3") as error:
+    with pytest.raises(UserError, match="/draft: the draft's kv_layers contain layer 2, but this target of 3"):
         check_draft(tmp_path / "draft", tiny_config("llama"), LlamaGlideDecoderLayer)
-    assert "\n" not in str(error.value)
     assert check_draft(tmp_path / "draft", tiny_config("llama", num_hidden_layers=4), LlamaGlideDecoderLayer)
 
 
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ('"draft_kv_layers": [1, 1]', "kv_layers"),
         ('"draft_kv_layers": [-1]', "kv_layers"),
-        ('"draft_kv_layers": [true]', "kv_layers"),
         ('"draft_kv_layers": "all"', "kv_layers"),
-        ('"draft_kv_layers": 1', "kv_layers"),
         ('"draft_target_feature": 1', "target_feature"),
-        ('"draft_target_feature": "yes"', "target_feature"),
         ('"draft_mlp_size": 0', "mlp_size"),
     ],
 )
 def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, message: str) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
     (folder / "config.json").write_text("{" + stated + "}")
-    with pytest.raises(UserError, match=f"{folder}: {message}: must be") as error:
+    with pytest.raises(UserError, match=f"{folder}: {message}: must be"):
         draft_settings(folder)
-    assert "\n" not in str(error.value)
 
 
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
-    """The weight file's own comes first, then config.json, then the training configuration."""
+    """The weight file's own comes first, then that of config.json."""
     state = make_pair(tmp_path / "target").draft_model.state_dict()
     folder = write(state, "folder", tmp_path / "draft")
-    (folder / "training_config.yaml").write_text(
-        "model:\n  window: 96\n  kv_layers: [1]\n  target_feature: true\n  mlp_size: 48\n"
-    )
-    assert draft_settings(folder).options == DraftOptions(96, (1,), True, 48)
-    (folder / "training_config.yaml").write_text("model:\n  window: 96\n")
-    assert draft_settings(folder).options.window == 96
     (folder / "config.json").write_text('{"draft_window": 80}')
     assert draft_settings(folder).options.window == 80
     save_draft_file(state, folder / "draft_model_weights.pth", DraftOptions(64))
@@ -207,15 +195,12 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda s: s.pop("mlp.up_proj.weight"), "missing mlp.up_proj.weight"),
-        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected extra.weight"),
+        (lambda s: s.update({"extra.weight": torch.ones(1)}), "unexpected 'extra.weight'"),
         (
             lambda s: s.update({"self_attn.k_proj.weight": torch.ones(32, 32)}),
             r"self_attn.k_proj.weight is \[32, 32\], the target needs \[16, 32\]",
         ),
-        *(
-            (lambda s, x=x: s["self_attn.q_proj.bias"].fill_(x), r"weight self_attn\.q_proj\.bias contains NaN or Inf")
-            for x in (torch.nan, torch.inf, -torch.inf)
-        ),
+        (lambda s: s["self_attn.q_proj.bias"].fill_(torch.nan), r"weight self_attn\.q_proj\.bias contains NaN or Inf"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path: Path, change, message: str) -> None:
@@ -231,33 +216,12 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change, message: str)
             LlamaGlide.from_pretrained(tmp_path / "target", ignore_mismatched_sizes=True, **route)
 
 
-def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
-    """1e6 is infinite in float16, which the constructor uses."""
-    make_pair(tmp_path / "target")
-    state = published_state()
-    state["mlp.up_proj.weight"][3, 4] = 1e6
-    file = write(state, "pth", tmp_path)
-    LlamaGlide.from_pretrained(tmp_path / "target", glide_path=file)
-    with pytest.raises(UserError, match=r"float16: the draft's weight mlp\.up_proj\.weight contains NaN or Inf"):
-        LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=file)
-
-
 def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Path) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "head_dim": 4}))
     with pytest.raises(UserError, match="num_attention_heads 8; this target has 4"):
         check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
-
-
-@pytest.mark.parametrize("form", ["pth", "folder"])
-def test_draft_trained_for_another_family_is_named(tmp_path: Path, form: str) -> None:
-    """Our own checkpoint folders hold no config.json, but the run's configuration."""
-    draft = write(published_state(), form, tmp_path)
-    target = "longspec.train.models.qwen2_glide.Qwen2Glide.from_pretrained"
-    (tmp_path / "training_config.yaml").write_text(f"model:\n  _target_: {target}\n")
-    with pytest.raises(UserError, match="trained as Qwen2Glide; this target needs a LlamaGlideDecoderLayer"):
-        check_draft(draft, tiny_config("llama"), LlamaGlideDecoderLayer)
 
 
 @pytest.mark.parametrize("name", sorted(EMBEDDED_DRAFTS.values()))

@@ -137,20 +137,21 @@ def test_what_contradicts_the_draft_is_one_line(work: Path, capsys: pytest.Captu
     for more in (("resume=latest",), (f"draft_model_name_or_path={file}", other)):
         line = refusal(capsys, work, "model.draft_vocabulary=30", *GLIDE, *more)
         assert line.startswith("error: config key model.draft_vocabulary: 30, but the draft at ")
-        assert line.endswith(" has a list of 40 tokens; omit it")
+        assert line.endswith(" has 40; omit it")
     vocab = read_config(work / "target").vocab_size
     assert f"only {vocab} tokens" in refusal(capsys, work, f"model.draft_vocabulary={vocab}", other)
 
     stage = replace(configured(work, *GLIDE, "model.draft_vocabulary=40"), draft_model_name_or_path=file)
-    plain = replace(stage, model=replace(stage.model, kv_layers=[], target_feature=False))
+    plain = replace(stage, model=replace(stage.model, window=512, kv_layers=[], target_feature=False))
     wrong = replace(stage, model=replace(stage.model, kv_layers=[0]))
     for state, draft in ((None, file), (out / "last_ds", None)):
         assert with_draft_options(plain, state, draft) == with_draft_options(stage, state, draft) == stage
-        with pytest.raises(UserError, match=r"^config key model\.kv_layers: \(0,\), but the draft at .* has \(1,\);"):
+        with pytest.raises(UserError, match=r"^config key model\.kv_layers: \[0\], but the draft at .* has \[1\];"):
             with_draft_options(wrong, state, draft)
+        deep = replace(plain, variant=replace(plain.variant, depth=plain.model.window))
+        with pytest.raises(UserError, match=r"^config key variant\.depth: 512 levels, but the draft's window is "):
+            with_draft_options(deep, state, draft)
     assert with_draft_options(stage, None, None) == stage and read_inputs(stage).draft is not None
-    with pytest.raises(UserError, match=r"model\.window: 512.*trained with 48"):
-        read_inputs(replace(stage, model=replace(stage.model, window=512)))
 
 
 def test_an_eagle3_draft_has_the_published_form_and_its_own_head(
@@ -162,8 +163,9 @@ def test_an_eagle3_draft_has_the_published_form_and_its_own_head(
     pair = LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf")
     fresh = LlamaGlide.from_pretrained(work / "target", architecture="eagle3").draft_model
     assert not torch.equal(pair.draft_model.head.weight, fresh.head.weight)
-    with pytest.raises(UserError, match="window: an option of GLIDE"):
-        LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", window=16)
+    assert LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", window=16).draft_model.window == 16
+    with pytest.raises(UserError, match="mlp_size: eagle3 has no such option"):
+        LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", mlp_size=16)
     other = (EAGLE3[0], "model.architecture_options={window: 24}", "resume=latest")
     assert "architecture_options.window: 24" in refusal(capsys, work, *other)
 

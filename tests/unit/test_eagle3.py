@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -36,7 +35,6 @@ from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.eagle3 import Eagle3Draft
 from longspec.models.eagle3_options import Eagle3Options
 from longspec.models.glide import GlideMixin
-from longspec.models.target_attention import LayerInputs
 
 HIDDEN, VOCAB, LISTED, HEADS, KV_HEADS, WIDTH = 32, 61, 40, 4, 2, 40
 EPS = 1e-5
@@ -232,14 +230,7 @@ def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, windo
     for settings in ({"method": "tree"}, {"method": "seq"}, {"method": "auto"}, {"method": "tree", "compile": False}):
         output = generate(model, prompts, max_new_tokens=24, **settings)  # type: ignore[arg-type]
         assert [row.tolist() for row in output.new_tokens] == expected, settings
-    # Requests that join later: their prompts are read between rounds, and no prefix is copied.
-    more = [*prompts, prompts[1][:18], prompts[1]]
-    output = generate(model, more, method="tree", max_new_tokens=12, batch_size=2)
-    for row, prompt in zip(output.new_tokens, more, strict=True):
-        assert row.tolist() == target_greedy(model, torch.tensor(prompt), 12)
     together = generate(model, prompts, method="tree", max_new_tokens=12, temperature=1.0, seed=[3, 4])
-    # With few tokens to sample from, nodes without a parent fill up the levels.
-    generate(model, prompts, method="tree", max_new_tokens=12, temperature=0.7, top_k=2, seed=3)
     alone = generate(model, prompts[1:], method="tree", max_new_tokens=12, temperature=1.0, seed=4)
     assert torch.equal(together.new_tokens[1], alone.new_tokens[0])
 
@@ -347,24 +338,6 @@ def test_files_of_the_speculators_library_load(tmp_path: Path, copied: bool) -> 
     assert generate(model, [prompt.tolist()], max_new_tokens=8).new_tokens[0].tolist() == target_greedy(
         model, prompt, 8
     )
-    model.load_draft_state(published_weights(), "a draft with the target's embedding")
-    assert model.draft_model.embed_tokens is None
-
-
-def test_a_thread_records_the_inputs_of_its_own_passes() -> None:
-    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-    mine, theirs = LayerInputs([0]), LayerInputs([0])
-
-    def run_theirs() -> None:
-        with theirs.recorded(layers):
-            layers[0](torch.ones(1, 2))
-
-    with mine.recorded(layers):
-        layers[0](torch.zeros(1, 2))
-        thread = Thread(target=run_theirs)
-        thread.start()
-        thread.join()
-    assert mine.kept[0].sum() == 0 and theirs.kept[0].sum() == 2
 
 
 def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> None:
@@ -385,8 +358,6 @@ def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> 
         assert isinstance(again.draft_model, Eagle3Draft) and again.draft_model.window == 24
         assert again.draft_model.reads.layer_inputs == (0, 2, 1)
         assert torch.equal(again.draft_model.lm_head.weight, draft.lm_head.weight)
-    save_draft_folder(draft.state_dict(), model.config, tmp_path / "int8", options, int8=True)
-    assert json.loads((tmp_path / "int8" / "config.json").read_text()) == config
     # As another project's file, without this project's keys.
     for name in ("draft_architecture", "draft_options"):
         del config[name]
@@ -412,12 +383,10 @@ def test_drafts_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, An
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
-    for options, message in (({"steps": 0}, "steps: 0"), ({"depth": 3}, "depth: eagle3 has no such option")):
-        with pytest.raises(UserError, match=message):
-            Eagle3Options.checked(options)
+    with pytest.raises(UserError, match="depth: eagle3 has no such option"):
+        Eagle3Options.checked({"depth": 3})
     target = save_target(tmp_path, "llama")
-    with pytest.raises(UserError, match="window: an option of GLIDE"):
-        GLIDE["llama"].from_pretrained(target, architecture="eagle3", window=64)
+    assert GLIDE["llama"].from_pretrained(target, architecture="eagle3", window=64).draft_model.window == 64
     draft = GLIDE["llama"].from_pretrained(target, architecture="eagle3", draft_vocabulary=[3, 1, 60]).draft_model
     head = load_file(target / "model.safetensors")["lm_head.weight"]
     assert torch.equal(draft.lm_head.weight, head[[1, 3, 60]]) and draft.lm_head.weight.requires_grad

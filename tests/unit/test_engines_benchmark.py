@@ -2,7 +2,6 @@
 
 import os
 import select
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from benchmarks import engine_runs, engines
 def run_of(**changes: object) -> engine_runs.Run:
     prompts = {"chat": [[1, 2], [3]], "4k": [[4, 5, 6]]}
     settings = dict(engine="ours", method="vanilla", setting="defaults", target="t", draft=None, prompts=prompts)
-    return engine_runs.Run(**(settings | dict(concurrent=[3], tokens=5, dtype="float32", options={}) | changes))  # type: ignore[arg-type]
+    return engine_runs.Run(**(settings | dict(concurrent=[3], tokens=5, dtype="float32") | changes))  # type: ignore[arg-type]
 
 
 def script(folder: Path, commands: str) -> Path:
@@ -55,42 +54,6 @@ def test_the_table_counts_answers_equal_to_vanilla_and_names_failures() -> None:
     text = engines.table(rows, ["chat"], [8]).splitlines()
     assert text[3] == "| sglang | glide | defaults | 1,234 | 5 | 1/2 |"
     assert text[4] == "| sglang | ngram | defaults | failed: out of memory |  |  |"
-
-
-@pytest.mark.parametrize(
-    ("log", "end", "error"),
-    [
-        ("(EngineCore pid=7) ERROR [core.py:9] ValueError: one\nRuntimeError: two", "exit 1", "ValueError: one"),
-        ("Scheduler hit an exception: Traceback\ntorch.OutOfMemoryError\nended", "exit 1", "torch.OutOfMemoryError"),
-        ("WARNING [a.py:1] Found no ValueError", "exit 3", "exit status 3"),
-        ("AssertionError: three", "sleep 60", "no end within 2 s: AssertionError: three"),
-    ],
-)
-def test_a_failure_is_the_first_error_in_the_log(
-    tmp_path: Path, log: str, end: str, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Later ones follow from it. The whole log is shown."""
-    python = script(tmp_path, f"echo '{log}' >&2\n{end}")
-    assert engines.run_alone(run_of(), str(python), limit=2) == {"error": error}
-    assert log in capsys.readouterr().err
-
-
-def test_only_the_result_of_a_run_is_read(tmp_path: Path) -> None:
-    """Engines log to stdout, and vLLM's process does so after the end of its engine's."""
-    engine = """
-import atexit, os
-from benchmarks import engine_runs
-def start(run):
-    print("INFO starts", flush=True)
-    atexit.register(os.system, "echo INFO ends")
-    return lambda prompts, tokens: [[1] * tokens for _ in prompts]
-engine_runs.ENGINES["ours"] = start
-engine_runs.main()
-"""
-    (tmp_path / "engine.py").write_text(engine)
-    python = script(tmp_path, f"PYTHONPATH=. exec {sys.executable} {tmp_path}/engine.py")
-    result = engines.run_alone(run_of(), str(python), limit=60)
-    assert list(result["single"]) == ["chat", "4k"] and len(result["answers"]) == 6
 
 
 def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair
-from longspec.train.evaluation import Evaluation, chain_roots, correct_depths, held_out_row_count
+from longspec.train.evaluation import Evaluation, held_out_row_count
 from longspec.train.inputs import read_inputs
 from longspec.train.loss import DraftLoss
 from longspec.train.micro_batches import batch_positions
@@ -36,18 +36,6 @@ def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     write_texts(tmp_path / "texts.jsonl", count=3)
     held_out = write_texts(tmp_path / "held_out.jsonl", count=6, seed=5)
     return partial(single_rank_config, tmp_path, f"evaluation.files={held_out}")
-
-
-def test_runs_end_at_the_first_depth_that_is_wrong() -> None:
-    """Depth d of the chain at root n is the hit on token n + d at lag d. Chains do not cross borders or prompts."""
-    labels = torch.tensor([[-100, 1, 1, 1, 1, -100, 1, 1, 1, 1]])  # two segments of 5 tokens
-    assert chain_roots(labels, 2).tolist() == [[False, True, True, False, False, False, True, True]]
-    at_lag_1 = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
-    at_lag_2 = torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0, 1, 1]], dtype=torch.bool)
-    # root 1: token 2 at lag 1, token 3 at lag 2; root 2: 3 right, 4 wrong; root 6: 7 wrong at once; root 7: 8, 9
-    assert correct_depths(torch.stack([at_lag_1, at_lag_2]), labels).tolist() == [2, 1, 0, 2]
-    # a row too short for a chain
-    assert correct_depths(torch.ones(5, 1, 3, dtype=torch.bool), labels[:, :3]).tolist() == []
 
 
 def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
@@ -121,14 +109,6 @@ def test_only_answers_are_scored(load: Any, tmp_path: Path) -> None:
         trained = inputs.collate([[segment]])["labels"][0]
         assert prompt > 1 and (labels[:prompt] == IGNORED).all() and (labels[prompt:] == trained[prompt:]).all()
         assert (trained[1:] != IGNORED).all()
-
-
-def test_sigterm_ends_it_without_a_result(load: Any, one_rank: None) -> None:
-    config = load("evaluation.rows=null")
-    inputs = read_inputs(config)
-    answers = iter([False, True])
-    evaluation = Evaluation(config, engine_of(build_pair(config, None)), inputs, DraftLoss("ce"), 2)
-    assert evaluation.run(SimpleNamespace(agreed=lambda: next(answers))) == {}  # type: ignore[arg-type]
 
 
 def test_rows_are_the_first_ones_or_all(load: Any, tmp_path: Path) -> None:

@@ -190,13 +190,6 @@ def test_draft_is_checked_before_the_target_is_loaded(tmp_path: Path) -> None:
         LlamaGlide.from_pretrained(tmp_path)
 
 
-def test_config_that_asks_for_flash_attention_runs_without_it(tmp_path: Path) -> None:
-    save_target(tmp_path, "llama")
-    config = tiny_config("llama")
-    config._attn_implementation = "flash_attention_2"
-    LlamaGlide(config, tmp_path, attn_implementation="flash_attention_2")
-
-
 def test_position_limit_counts_the_scaling() -> None:
     """Linear: the length before scaling is stated. YaRN: either may be stated. llama3: the length after."""
     for rope, positions, limit in (

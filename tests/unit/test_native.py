@@ -151,14 +151,6 @@ def test_the_library_is_compiled_once(forgotten: Path) -> None:
     assert list(forgotten.iterdir()) == [compiled]  # nothing half done is left
 
 
-def test_no_kernel_reads_numbers_of_another_dtype() -> None:
-    """It would read them as float32, or past their end."""
-    x, weight = random(1, 2, 8), random(4, 8)
-    for inputs in ((x.bfloat16(), weight), (x, weight.bfloat16()), (x, weight.t())):
-        with pytest.raises(AssertionError):
-            operations.product(*inputs)
-
-
 def test_without_a_compiler_one_line_says_so_and_torch_decodes(
     forgotten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,21 +165,3 @@ def test_without_a_compiler_one_line_says_so_and_torch_decodes(
     assert caplog.text.count("gcc is not installed") == 1
     with pytest.raises(UserError, match="'native' cannot run here: it needs a CPU, float32 and gcc"):
         choose_backend("native", CPU, torch.float32, 64)
-
-
-@pytest.mark.gcc
-def test_a_failure_of_the_compiler_is_one_line(
-    forgotten: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-nostdinc"))
-    assert native_library() is None
-    assert len(caplog.records) == 1 and "error: no include path in which to search for math.h" in caplog.text
-
-
-@pytest.mark.gcc
-def test_a_user_without_a_home_has_no_compiled_kernels(forgotten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(kind: str) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(library, "user_cache", fail)
-    assert native_library() is None

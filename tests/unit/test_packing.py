@@ -27,9 +27,3 @@ def test_rows_are_those_of_the_naive_best_fit(max_length):
         assert sorted(rows.samples.tolist()) == list(range(len(lengths)))
         filled = [int(lengths[row].sum()) for row in rows]
         assert sorted(filled) == naive_best_fit(lengths.tolist(), max_length)
-
-
-def test_full_and_single_rows():
-    rows = pack(np.array([8, 8, 3, 5]), 8)
-    assert sorted(tuple(row) for row in rows) == [(0,), (1,), (3, 2)]
-    assert len(pack(np.array([], dtype=int), 8)) == 0

@@ -10,10 +10,10 @@ from penalty_reference import processed
 
 from longspec.inference import sampling
 from longspec.inference.drafting.proposal import Proposal
-from longspec.inference.request import PenaltyKind, Rule, Sampling, joined_penalties
-from longspec.inference.row_settings import SERVED_PENALTIES, RowSettings, served_penalties
+from longspec.inference.request import PenaltyKind, Sampling, joined_penalties
+from longspec.inference.row_settings import RowSettings, served_penalties
 from longspec.inference.sampling import Sampler, SamplingKind
-from longspec.inference.token_options import MOST_NGRAM, token_settings, with_word_ids
+from longspec.inference.token_options import token_settings
 
 VOCAB, EOS = 7, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -145,23 +145,3 @@ def test_rows_without_penalties_run_none_of_this(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sampling, name, None)
     tree = random_tree(1, 9, torch.Generator().manual_seed(0))
     assert sampler.penalized(logits, tree) is logits and sampler.draft_terms(VOCAB) is None
-
-
-def test_kinds_of_a_server_are_few_and_cover_all() -> None:
-    largest = [Rule(0, 1.0, (1,) * 16)] * 1024
-    for own, number in (
-        (Sampling(presence_penalty=1.0), 0),
-        (Sampling(rules=(Rule(0, 1.0),)), 1),
-        (Sampling(rules=tuple(largest)), 2),
-        (Sampling(no_repeat_ngram_size=MOST_NGRAM), 5),
-    ):
-        assert served_penalties([Sampling(), own]) is SERVED_PENALTIES[number]
-
-
-def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
-    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) % 8 for letter in text]}
-
-    given = with_word_ids({"bad_words": ["ab", " ab"], "min_new_tokens": 2}, tokenizer)
-    assert given == {"bad_words_ids": [[1, 2], [0, 1, 2]], "min_new_tokens": 2}
-    assert token_settings(given, [5], 8)["rules"] == (Rule(5, -inf, (), 2), Rule(2, -inf, (1,)), Rule(2, -inf, (0, 1)))

@@ -41,6 +41,14 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
     assert figures["decoded_tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
 
 
+@torch.no_grad()
+def test_forced_lookup_proposes_what_followed_before(tmp_path: Path) -> None:
+    """A text that repeats itself: each round accepts the whole chain."""
+    model, period = make_pair(tmp_path), list(range(3, 23))
+    figures = forced_acceptance(model, 2 * period, 2 * period, (1, 1, 1), "lookup")
+    assert figures["decoded_tokens"] == 4 * figures["rounds"] and not figures["bound"]
+
+
 def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
     """A root with children 5 and 7, a child 2 below 7, and a node without parent that only fills its level."""
     visible = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]

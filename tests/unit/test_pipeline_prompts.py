@@ -10,9 +10,7 @@ from pipeline_fixtures import make_chat_target, write_text_folder
 from longspec.errors import UserError
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline import sources
-from longspec.pipeline.cells import cells
-from longspec.pipeline.files import prompts_file
-from longspec.pipeline.prompts import Makers, planned_lengths
+from longspec.pipeline.prompts import Makers
 from longspec.pipeline.settings import CodeSettings, load_settings
 from longspec.pipeline.sources import (
     SPLITS,
@@ -25,7 +23,6 @@ from longspec.pipeline.sources import (
     split_of,
 )
 from longspec.pipeline.target import TargetText
-from longspec.replacing import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,22 +67,6 @@ def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> 
     assert meeting["messages"][0]["content"].endswith("Query: who?\nAnswer:")
     (question,) = makers.records("gsm8k", [0], random.Random(0))
     assert question["messages"][0]["content"].startswith("test ")
-
-
-def test_a_task_may_have_its_own_number_of_prompts(target: TargetText, tmp_path: Path) -> None:
-    """Each everyday question is asked once, and every method decodes all of them."""
-    tasks = "evaluation.tasks={everyday: {contexts: [0], max_new_tokens: 8, prompts: 30}}"
-    settings = load_settings(
-        ROOT / "tests" / "tiny_draft.yaml",
-        [f"target={target.path}", tasks, "evaluation.methods=[{name: tree, prompts: 1}]"],
-    )
-    lengths = planned_lengths(settings, "test")["everyday"]
-    records = list(Makers(target, Texts(), [], [], "test").records("everyday", lengths, random.Random(0)))
-    assert len({record["messages"][0]["content"] for record in records}) == len(records) == 30
-    asked = "".join(json.dumps(one) + "\n" for one in records)
-    write_atomically(prompts_file(tmp_path, "test", "everyday"), asked, make_folder=True)
-    (cell,) = cells(settings.evaluation, tmp_path)
-    assert len(cell.prompts) == 30
 
 
 def test_splits_of_texts_share_nothing(texts: Path) -> None:

@@ -1,16 +1,11 @@
 """The summary of a report, and the last line of the command."""
 
-import json
-from pathlib import Path
-
 import pandas
 import pytest
 
-from longspec.pipeline import report
 from longspec.pipeline.report import LEAST_OUTPUTS, MAIN_METHODS, main_table, main_tasks
 from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples
-from longspec.pipeline.settings import load_settings
 
 SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
 
@@ -39,32 +34,9 @@ def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
         assert row["auto over vanilla"].startswith("3.00") and row["auto over lookup"].startswith("2.00")
 
 
-def test_contexts_without_samples_are_named(tmp_path: Path) -> None:
-    """Those that have prompts; the samples are of `chat` without context."""
-    settings = load_settings("experiments/smollm2.yaml", [])
-    folder = tmp_path / "prompts" / "test"
-    folder.mkdir(parents=True)
-    for task, lengths in {"chat": (0, 7000), "lcc": (1024,)}.items():
-        records = [json.dumps({"id": str(length), "length": length}) + "\n" for length in lengths]
-        (folder / f"{task}.jsonl").write_text("".join(records))
-    measured = samples({"chat": 1}, {"chat": 0})
-    assert report.unmeasured(settings, tmp_path, measured) == ["lcc (1024 tokens)", "chat (7000 tokens)"]
-
-
 def test_a_draft_slower_than_lookup_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     good = verdict(samples({"lcc": 6}, {"lcc": 0}))
     assert "3.00 ± 0.00 tokens per round" in good and "1.33 ± 0.00 x as fast as prompt lookup" in good
     monkeypatch.setitem(SPEEDS, "tree", 12)
     bad = verdict(samples({"lcc": 6}, {"lcc": 0}))
     assert bad.startswith("The draft is slower than prompt lookup") and "0.80 ± 0.00 x" in bad and "--text" in bad
-
-
-@pytest.mark.parametrize("outputs", [LEAST_OUTPUTS, 1])
-def test_bars_are_those_of_tasks_with_enough_outputs(
-    outputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = []
-    monkeypatch.setattr(report.pyplot, "close", drawn.append)
-    report.draw_tokens_per_second(samples({"lcc": outputs}, {"lcc": 0}), tmp_path / "bars.png")
-    heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
-    assert heights == pytest.approx(list(SPEEDS.values()) if outputs == LEAST_OUTPUTS else [])

@@ -131,16 +131,6 @@ def test_rejection_keeps_improbable_tokens(tail: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_draft_that_is_the_target_is_always_accepted(device: str) -> None:
-    """Down to the last level: p / q is 1 at the first child of each node."""
-    tree = sampled_tree(8, (1, 1), 20, 0)
-    assert tree.sampled_from is not None
-    p = torch.cat([tree.sampled_from, tree.sampled_from[:, :1]], 1)
-    _, count, _ = check_rejection(tree, p, device)
-    assert (count == 2).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_following_choices_equals_its_reference(device: str) -> None:
     """Trees with some of the choices, with padding, and a tree of the root alone."""
     steps = set()

@@ -26,13 +26,12 @@ from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
 from longspec.train.config import CONFIG_NAME, read_config_file
 from longspec.train.config_schema import TrainConfig
-from longspec.train.contents import Contents, changes
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
-from longspec.train.markers import damage, read_marker
+from longspec.train.markers import Contents, damage, read_marker
+from longspec.train.resume import changes
 from longspec.train.run import train, warn_of_few_steps
-from longspec.train.steps import OptimizerSteps
 from longspec.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -90,7 +89,7 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
         shutil.rmtree(output / state)
     before = shutil.copytree(output / "checkpoint-last", work / "before")
     draft = load_draft(before)
-    assert "holds a checkpoint of step 2 (checkpoint-last)" in refusal(configured(work), capsys)
+    assert "holds a checkpoint (checkpoint-last)" in refusal(configured(work), capsys)
     started: list[dict[str, torch.Tensor]] = []
     run = Trainer.run
 
@@ -103,7 +102,8 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
         patch.setattr(Trainer, "run", note)
         train(configured(work, "resume=latest", "max_steps=3"), Termination())
     said = [record.getMessage() for record in caplog.records if "no DeepSpeed state" in record.getMessage()]
-    assert len(said) == 1 and "draft of step 2 (checkpoint-last)" in said[0] and "at step 0" in said[0]
+    assert len(said) == 1 and "checkpoint-last has no DeepSpeed state" in said[0]
+    assert "draft of step 2 at step 0" in said[0]
     assert started[0].keys() == draft.keys() and all(torch.equal(draft[name], one) for name, one in started[0].items())
     assert [line["step"] for line in metrics(output)] == [1, 2, 3]
     assert len((output / "metrics-earlier-1.jsonl").read_text().splitlines()) == STEPS
@@ -116,8 +116,6 @@ def test_a_folder_is_overwritten_only_by_a_run_that_saves(
 ) -> None:
     output = work / "out"
     assert "overwrite_output_dir=true" in refusal(configured(work), capsys)
-    (work / "new" / "metrics.jsonl").mkdir(parents=True)
-    assert "metrics.jsonl: cannot be written" in refusal(configured(work, f"output_dir={work}/new"), capsys)
     before = {name: read_marker(output / name) for name in ("last_ds", "checkpoint-last", "checkpoint-2last")}
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run", lambda self, termination: False)
@@ -149,13 +147,11 @@ def swapped_texts(work: Path) -> Path:
 def test_changed_contents_are_refused_by_name(change: Any, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The path, size and time of a changed file may be the same."""
     file = change(work)
-    assert f"the contents of {file.name} changed" in refusal(
-        configured(work, "resume=latest", "max_steps=3"), capsys
-    ).replace(f"{file.parent}/", "")
+    line = refusal(configured(work, "resume=latest", "max_steps=3"), capsys)
+    assert "the contents changed" in line and file.name in line
 
 
 def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says that a longer run has another schedule."""
     (work / "elsewhere").mkdir()
     (work / "texts.jsonl").rename(work / "elsewhere" / "data.jsonl")
     (work / "target").rename(work / "elsewhere" / "target")
@@ -163,7 +159,6 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     moved = [f"data.files={work}/elsewhere/data.jsonl", f"model_name_or_path={work}/elsewhere/target"]
     train(configured(work, "resume=latest", "max_steps=3", *moved), Termination())
     assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3]
-    assert "max_steps was 2, is 3; from step 3 on the learning rate follows" in caplog.text
     assert "3 steps are few" in caplog.text and "raise max_steps" in caplog.text
     warn_of_few_steps(2, None)
     assert "train on about 250 times as much data" in caplog.text
@@ -195,32 +190,11 @@ def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")
         output.mkdir(exist_ok=True)
         with locked(output):
-            said = refusal(config, capsys)
-            assert f"another run (process {os.getpid()} on " in said and f"is writing to {output}" in said
-            assert json.loads((output / LOCK_NAME).read_text())["pid"] == os.getpid()
+            assert f"another run is writing to {output}" in refusal(config, capsys)
     train(configured(work, f"output_dir={work}/empty", "max_steps=1"), Termination())
     refused = pytest.raises(UserError, match=rf"output_dir: .*{LOCK_NAME} cannot be written \(File exists\)")
     with refused, locked(work / "out" / LOCK_NAME):
         pass
-
-
-def test_a_loading_process_that_is_left_does_not_hold_the_lock(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    started, child_started = os.pipe()
-    with locked(tmp_path):
-        child = os.fork()
-        if not child:
-            os.close(writing)
-            os.write(child_started, b"1")
-            os.read(reading, 1)
-            os._exit(0)
-        os.read(started, 1)  # only then has the child run what is registered for it
-    with locked(tmp_path):
-        pass
-    os.close(writing)
-    os.waitpid(child, 0)
-    for descriptor in (reading, started, child_started):
-        os.close(descriptor)
 
 
 def test_an_interrupted_evaluation_is_repeated_on_resume(
@@ -254,10 +228,10 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
             assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
             rows.clear()
         latest = find_latest(cut)
-        assert latest is not None and latest[1].step == step and latest[1].evaluation_due
+        assert latest is not None and latest[1].step == step and "eval_loss" not in metrics(cut)[-1]
         if step == 1:
             train(configured(work, *given, f"output_dir={cut}", "resume=latest", "max_steps=1"), Termination())
-            assert not find_latest(cut)[1].evaluation_due  # type: ignore[index]
+            assert "eval_loss" in metrics(cut)[-1]
     train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Termination())
     lines = [{line["step"]: line for line in timeless(output)} for output in (straight, cut)]
     assert lines[0] == lines[1]
@@ -271,33 +245,8 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     assert "nothing left to do" in caplog.text and (cut / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("linked", [True, False])
-def test_a_linked_or_deleted_output_folder_takes_the_checkpoints(
-    work: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
-) -> None:
-    """A folder that is deleted during the run is created again; the target of a link is not."""
-    disk = output = work / "disk"
-    if linked:
-        disk.mkdir()
-        output = work / "linked"
-        output.symlink_to(disk)
-    step = OptimizerSteps.take
-
-    def delete(self: OptimizerSteps, number: int, *args: Any) -> Any:
-        if number == 2:
-            shutil.rmtree(disk)
-            if linked:
-                disk.mkdir()
-        return step(self, number, *args)
-
-    monkeypatch.setattr(OptimizerSteps, "take", delete)
-    train(configured(work, f"output_dir={output}"), Termination())
-    assert find_latest(disk)[1].step == STEPS and (disk / "checkpoint-last").is_dir()  # type: ignore[index]
-    assert [line["step"] for line in metrics(disk)] == [2]
-
-
-def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full when lines of a lost step are cut off, or when new lines are written."""
+def test_a_full_disk_loses_no_line_that_was_written(work: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The disk is full when lines of a lost step are cut off, or when a new line is written."""
     config, path = configured(work), work / "out" / "metrics.jsonl"
     before = path.read_bytes()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
@@ -306,19 +255,23 @@ def test_a_full_disk_loses_no_line_of_the_metrics(work: Path, monkeypatch: pytes
         RunLog(config, 0, 1, STEPS)
     assert path.read_bytes() == before
     assert not unfinished.is_symlink()
-    log = RunLog(config, 0, 2, 4)
-    path.rename(work / "aside")
-    path.symlink_to("/dev/full")
-    log.step({"step": 3, "loss": 1.0})
-    path.unlink()
-    (work / "aside").rename(path)
-    log.step({"step": 4, "loss": 1.0})
-    log.close()
-    assert [line["step"] for line in metrics(work / "out")] == [1, 2, 3, 4]
     # An unreadable line costs no other line.
     path.write_bytes(b'{"step": 1}\n\xff\n7\n{"step": 2}\n{"step": 3}\n{"step"')
     RunLog(config, 0, 2, 4).close()
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    log = RunLog(config, 0, 2, 4)
+    path.unlink()
+    path.symlink_to("/dev/full")
+    log.step({"step": 3, "loss": 1.0})
+    assert "step 3 cannot be written (No space left on device)" in caplog.text
+
+
+def test_metrics_that_cannot_be_read_are_one_line(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = work / "out" / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    line = refusal(configured(work, "resume=latest"), capsys)
+    assert line.endswith("metrics.jsonl: cannot be read (Is a directory)")
 
 
 COMMITS = ("a" * 40, "b" * 40)
@@ -327,9 +280,9 @@ COMMITS = ("a" * 40, "b" * 40)
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        (["x 1", "y 2"], ["x 1"], "y was removed (2 files then, 1 now)"),
-        (["x 1"], ["x 1", "z 3"], "z was added (1 files then, 2 now)"),
-        ([f"org/t {COMMITS[0]}"], [f"org/t {COMMITS[1]}"], f"`hf download org/t --revision {COMMITS[0]}`"),
+        (["x 1", "y 2"], ["x 1"], "was y 2, is no file"),
+        (["x 1"], ["x 1", "z 3"], "was no file , is z 3"),
+        ([f"org/t {COMMITS[0]}"], [f"org/t {COMMITS[1]}"], f"was org/t {COMMITS[0]}, is org/t {COMMITS[1]}"),
         ([f"org/t {COMMITS[0]}"], [f"/cache/snapshots/{COMMITS[0]} {COMMITS[0]}"], ""),
     ],
 )

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from http_server import EOS, NAME, POSITIONS, chat_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from tiny_tokenizer import VOCAB_SIZE
 from transformers import GenerationConfig
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 import longspec.inference.server.app
 from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
+from longspec.inference.arguments import check_request
 from longspec.inference.engine.requests import (
     Event,
     Finished,
@@ -37,16 +39,14 @@ from longspec.inference.engine.requests import (
 )
 from longspec.inference.request import Rule, Sampling
 from longspec.inference.server.app import build_app
-from longspec.inference.server.errors import ApiError
-from longspec.inference.server.known_fields import MESSAGE_FIELDS, MESSAGE_HINTS, REQUEST_FIELDS, REQUEST_HINTS, UNSET
-from longspec.inference.server.limits import BodyLimit, Limits
+from longspec.inference.server.known_fields import MESSAGE_FIELDS, REQUEST_FIELDS, UNSET
+from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.server.replies import server_sent_event
-from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
 from longspec.inference.server.served_model import ServedModel
 
 TOKENIZER = chat_tokenizer()
-LIMITS = Limits(max_messages=3, max_choices=4, max_stops=2, max_stop_characters=8, max_body_bytes=2000)
+LIMITS = Limits(max_choices=4, max_body_bytes=100_000)
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -74,6 +74,7 @@ class Script:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
+        check_request(request, SimpleNamespace(vocab_size=VOCAB_SIZE), POSITIONS)  # type: ignore[arg-type]
         if self.refusal is not None and len(self.submitted) >= self.room:
             raise self.refusal
         self.submitted.append(request)
@@ -92,13 +93,15 @@ class Script:
 
 
 def application(
-    script: Script, limits: Limits = LIMITS, defaults: SamplingDefaults = WITHOUT_CONFIG, **options: Any
-) -> FastAPI:
-    def encode(prompts: list[Any]) -> list[list[int]]:
+    script: Script, limits: Limits = LIMITS, config: GenerationConfig | None = None, **options: Any
+) -> Starlette:
+    def encode(prompts: list[Any], variables: Any = None) -> list[list[int]]:
         texts = [p if isinstance(p, str) else conversation_text(p, "llama", TOKENIZER, "tokenizer") for p in prompts]
         return encode_texts(texts, TOKENIZER)
 
-    served = ServedModel(NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE, defaults)
+    served = ServedModel(
+        NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE, config or GenerationConfig()
+    )
     return build_app(served, script, limits, **options)
 
 
@@ -128,9 +131,11 @@ def events(client: TestClient, path: str = "chat/completions", **body: Any) -> l
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
 
-async def talk(app: FastAPI, body: Any, receive: Any, send: Any) -> None:
-    """Send a chat request without a server; receive: the messages after the body's, send: takes the answer's."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+async def talk(app: Starlette, body: Any, receive: Any, send: Any) -> None:
+    """Send a chat request without a server; receive: the messages after the body's, send: takes the answer's. body:
+    None for a body of which no end arrives."""
+    content = b"{" if body is None else json.dumps(body).encode()
+    messages = [{"type": "http.request", "body": content, "more_body": body is None}]
 
     async def receive_body_first() -> Any:
         return messages.pop() if messages else await receive()
@@ -163,48 +168,41 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
     ("fields", "param", "part"),
     [
         ({"tools": [{}]}, "tools", "not supported"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
         ({"bad_words": [" "]}, "bad_words", "not empty"),
-        ({"min_new_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"min_tokens": -1}, "min_new_tokens", "from 0 to"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
-        ({"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
         ({"echo": True}, "echo", "not supported"),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"n": 3, "best_of": 2}, "best_of", "not supported"),
-        ({"longspec": {"\ud800": 0.1}}, "longspec.?", "not supported"),
-        ({"model": "\ud800"}, "model", "surrogate"),
-        ({"stop": "\ud800"}, "stop.0", "surrogate"),
-        ({"longspec": {"draft": 1}}, "longspec.draft", "not supported"),
-        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"longspec": {"\ud800": 0.1}}, None, "Invalid JSON"),
+        ({"stop": "\ud800"}, None, "Invalid JSON"),
+        ({"longspec": {"draft": 1}}, "longspec.draft", "not permitted"),
+        ({"temperature": -1}, "temperature", "must be 0 (greedy) or from"),
+        ({"top_p": 0}, "top_p", "but not 0"),
         ({"n": 5}, "n", "limit of 4"),
-        ({"stop": ["a", "b", "c"]}, "stop", "limit of 2"),
-        ({"stop": "a" * 9}, "stop", "limit of 8"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": "a" * 1025}, "stop.0", "at most 1024"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid list"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid array"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls", "not supported"),
         ({"messages": [{"role": "assistant", "reasoning_content": "a"}]}, "messages.0.reasoning_content", "not supp"),
-        ({"max_tokens": POSITIONS}, "messages", "room for 4096 tokens"),
-        ({"stream_options": {"include_usage": True}}, None, "only with stream"),
+        ({"max_tokens": POSITIONS}, None, "more than the 4096 positions"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": HELLO["messages"] * 4}, "messages", "limit of 3"),
+        ({"messages": HELLO["messages"] * 1025}, "messages", "at most 1024"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content.0.text", "surrogate"),
         ({"prompt": []}, "prompt", "none of them empty"),
         ({"prompt": [1, -1]}, "prompt", "none of them empty"),
-        ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the vocabulary has"),
-        ({"prompt": "\ud800"}, "prompt", "surrogate"),
+        ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the target has"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "or 0 with echo"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, "prompt", "8 tokens and the answer up to 4096"),
+        ({"prompt": [5] * 8, "max_tokens": POSITIONS}, None, "8 tokens + max_new_tokens 4096"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(
@@ -223,36 +221,28 @@ def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeyp
     tokenizer.add_tokens(["<note>"])
     monkeypatch.setattr(f"{__name__}.TOKENIZER", tokenizer)
     error = chat(client, 400, messages=[{"role": "user", "content": "a <note>"}])["error"]
-    assert f"token {VOCAB_SIZE}" in error["message"] and error["param"] == "messages"
+    assert f"token id {VOCAB_SIZE}" in error["message"] and error["param"] == "prompt"
     tokenizer.chat_template = "{{ 9 // (messages | length - 1) }}"
     error = chat(client, 400, messages=[{"role": "user", "content": "a"}])["error"]
     assert "ZeroDivisionError" in error["message"] and error["param"] == "messages"
 
 
-def test_a_text_without_tokens_is_refused() -> None:
-    """Some tokenizers strip spaces."""
-    served = ServedModel(NAME, "tree", TOKENIZER, lambda prompts: [[] for _ in prompts], frozenset(), POSITIONS, 9)
-    with pytest.raises(ApiError, match="no token") as refused:
-        served.requests(CompletionRequest(prompt=" "), LIMITS)  # type: ignore[arg-type]
-    assert refused.value.status == 400
-
-
 def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Script) -> None:
     """Whatever spelling a client has for "not set", in requests and in messages."""
     neutral = [{name: value} for name, values in REQUEST_FIELDS.items() for value in (*values, *UNSET)]
-    neutral += [{name: True} for name in REQUEST_HINTS] + [{"logit_bias": {"5": 0}}, {"n": 2, "best_of": 2}]
+    neutral += [{"logit_bias": {"5": 0}}, {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}]
     neutral += [{"structured_outputs": {"json": None}}, {"seed": -1}, {"max_tokens": -1}, {"add_special_tokens": False}]
     neutral += [
         {name: value} for name in ("model", "temperature", "stop", "tools", "stream_options") for value in UNSET
     ]
     told = [{name: value} for name, values in MESSAGE_FIELDS.items() for value in (*values, *UNSET)]
-    told += [{name: {"a": 1}} for name in MESSAGE_HINTS]
+    told += [{name: {"a": 1}} for name in ("name", "cache_control")]
     for fields in neutral:
         ChatRequest.model_validate({**HELLO, **fields})
     for role in ("system", "user", "assistant"):
         for fields in told:
             ChatRequest.model_validate({"messages": [{"role": role, "content": "a", **fields}]})
-    response = client.post("/v1/chat/completions", json={**HELLO, "min_p": 0.0, "user": "me", "max_tokens": -1})
+    response = client.post("/v1/chat/completions", json={**HELLO, "min_p": 0.0, "max_tokens": -1})
     assert response.status_code == 200 and "warning" not in response.headers
     (request,) = script.submitted
     assert request.max_new_tokens == POSITIONS - len(request.prompt)
@@ -260,39 +250,26 @@ def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Scrip
 
 def test_an_answer_without_content_is_an_empty_turn(client: TestClient, script: Script) -> None:
     """So that a stored history can be sent back, parts with cache hints included."""
-    ask = {
-        "role": "user",
-        "name": "me",
-        "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
-    }
-    for answer in (
-        {},
-        {"content": None, "tool_calls": []},
-        {"content": []},
-        {"content": {}},
-        {"content": "", "refusal": None},
-    ):
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    ask = {"role": "user", "name": "me", "content": [part]}
+    for answer in ({}, {"content": None, "tool_calls": []}, {"content": []}, {"content": "", "refusal": None}):
         chat(client, messages=[ask, {"role": "assistant", **answer}, ask])
         assert TOKENIZER.decode(script.submitted.pop().prompt) == "<user>hi</s><assistant></s><user>hi</s><a>"
 
 
 def test_unknown_fields_are_ignored_and_named_once(client: TestClient, script: Script) -> None:
-    asked = {"role": "user", "content": "hi", "mood": 1}
-    odd = {"temprature": 0.5, 'quo"te\r\n': 1, "h\u00e9\ud800": 1, "x" * 99: 1, "unset": None}
-    for further in ({}, {"stream": True, "stream_options": {"a": 1}}):
-        content = json.dumps({**odd, "messages": [asked, asked], **further})
-        response = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
-        names = ["temprature", "quo?te??", "h??", "x" * 64, *(["stream_options.a"] if further else []), "messages.mood"]
+    odd = {"temprature": 0.5, 'quo"te\r\n': 1, "h\u00e9": 1, "x" * 999: 1, "unset": None, "user": "me"}
+    for further in ({}, {"stream": True}):
+        response = client.post("/v1/chat/completions", json={**odd, **HELLO, **further})
         assert response.status_code == 200 and len(script.submitted.pop().prompt) > 0
-        assert response.headers["warning"] == f'299 longspec "ignored fields: {", ".join(names)}"'
-    many = client.post("/v1/chat/completions", json={**HELLO, **{f"f{number}": 1 for number in range(99)}})
-    assert many.headers["warning"].endswith('f19 and 79 more"')
+        start = '299 longspec "ignored fields: temprature, quo?te??, h?, xxx'
+        assert response.headers["warning"].startswith(start) and len(response.headers["warning"]) < 600
 
 
 def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script) -> None:
     config = GenerationConfig(temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=7, do_sample=True)
     config.update(repetition_penalty=1.1, bad_words_ids=[[5, 6]], no_repeat_ngram_size=0)
-    with TestClient(application(script, defaults=SamplingDefaults.read(config, VOCAB_SIZE))) as client:
+    with TestClient(application(script, config=config)) as client:
         chat(client, **HELLO)
         neutral = {"repetition_penalty": 1, "logit_bias": {"5": 0}, "bad_words_ids": [[EOS]]}
         chat(client, **HELLO, temperature=0, top_p=1, top_k=0, max_tokens=3, **neutral)
@@ -301,19 +278,19 @@ def test_settings_that_a_request_lacks_are_the_generation_configs(script: Script
     assert first.sampling == third.sampling
     assert first.sampling == Sampling(0.6, 0.9, 20, repetition_penalty=1.1, rules=(Rule(6, -inf, (5,)),))
     assert second.sampling == Sampling() and (first.max_new_tokens, second.max_new_tokens) == (7, 3)
-    assert SamplingDefaults.read(GenerationConfig(), VOCAB_SIZE) == SamplingDefaults()
-    assert SamplingDefaults.read(GenerationConfig(top_k=-1), VOCAB_SIZE) == SamplingDefaults()  # as in vLLM
+    served = ServedModel(NAME, "tree", TOKENIZER, print, frozenset(), 9, VOCAB_SIZE, GenerationConfig(top_k=-1))
+    assert served.sampling({}, frozenset()) == Sampling(1.0)  # as in vLLM
     for wrong in ({"temperature": "hot"}, {"top_p": 2.0}, {"top_k": 1.5}, {"repetition_penalty": "a"}):
         config = GenerationConfig()
         config.__dict__ |= wrong
         with pytest.raises(UserError, match=f"^generation_config.{next(iter(wrong))}"):
-            SamplingDefaults.read(config, VOCAB_SIZE)
+            application(script, config=config)
 
 
 def test_a_request_sets_penalties_and_rules(client: TestClient, script: Script) -> None:
     """Bad words are banned at the beginning of a text and after a space; stop tokens wait for min_tokens."""
     fields = {"presence_penalty": 0.5, "frequency_penalty": -1, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2}
-    chat(client, **HELLO, **fields, logit_bias={"5": -2.5}, min_tokens=4, bad_words=["ab"], typical=0.5)
+    chat(client, **HELLO, **fields, logit_bias={"5": -2.5}, min_tokens=4, bad_words=["ab"], typical_p=0.5)
     (request,) = script.submitted
     alone, spaced = ids("ab"), ids(" ab")
     rules = [Rule(EOS, -inf, (), 4), Rule(5, -2.5)]
@@ -327,10 +304,7 @@ def test_a_request_sets_penalties_and_rules(client: TestClient, script: Script) 
         (b"{", "application/json"),
         (b"[]", "application/json"),
         (b'{"messages": ' + b"[" * 900, "application/json"),
-        (b"\xff\xfe", "application/json"),
         (json.dumps(HELLO).encode(), "text/plain"),
-        (json.dumps(HELLO).encode(), ""),
-        (b"", "application/json"),
         (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', "application/json"),
     ],
 )
@@ -358,27 +332,19 @@ def test_no_body_is_a_server_error(client: TestClient, fields: dict[str, Any], i
 
 
 def test_a_body_above_the_limit_is_not_read(client: TestClient) -> None:
-    declared = client.post("/v1/completions", content=b" " * 3000)
-    chunked = client.post("/v1/completions", content=iter([b" " * 1500, b" " * 1500]))
-    assert declared.status_code == chunked.status_code == 413
-    assert declared.headers["connection"] == "close" and "2000 bytes" in chunked.json()["error"]["message"]
+    response = client.post("/v1/completions", content=b" " * 200_000, headers={"content-type": "application/json"})
+    assert response.status_code == 413 and response.headers["connection"] == "close"
+    assert "100000 bytes" in response.json()["error"]["message"]
 
 
-def test_a_body_must_arrive_in_time() -> None:
+def test_a_body_must_arrive_in_time(script: Script) -> None:
     sent: list[Any] = []
-
-    async def never() -> Any:
-        await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def no_app(*_: Any) -> None:
-        raise AssertionError("the application was called")
-
-    scope = {"type": "http", "headers": []}
-    asyncio.run(BodyLimit(no_app, Limits(body_seconds=0.01))(scope, never, send))
-    assert sent[0]["status"] == 408
+    asyncio.run(talk(application(script, Limits(body_seconds=0.01)), None, asyncio.Event().wait, send))
+    assert sent[0]["status"] == 408 and not script.submitted
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(script: Script) -> None:
@@ -390,14 +356,14 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(script: Script) -> No
         assert script.cancelled == script.submitted != []  # the first choice gives its place back
         script.refusal, script.room = RequestTooLarge("5000 slots needed, 4096 there"), 0
         assert "5000" in chat(client, 400, **HELLO)["error"]["message"]
-        script.refusal = UserError("temperature: 1e-37; it must be 0 (greedy) or from 1e-30")
         assert chat(client, 400, **HELLO, temperature=1e-37)["error"]["param"] == "temperature"
 
 
 def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: Script) -> None:
-    script.events = [said("one t"), said("wo"), said(" three"), Finished("length")]
+    script.events = [said("one t"), said("wo three"), Finished("length")]
     answer = chat(client, **HELLO, stop="two", logprobs=False)
     assert answer["choices"][0]["message"]["content"] == "one "
+    assert answer["usage"]["completion_tokens"] == len("one two"), "tokens after the stop string are not counted"
     assert answer["choices"][0]["finish_reason"] == "stop" and script.cancelled == script.submitted
     chunks = events(client, **HELLO, stop=["two"])
     texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
@@ -410,18 +376,11 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
         ("e</s>", "on"),
         ("</s><s>t", "one"),
         ("<s>", "one"),
-        ("etw", "on"),
         ("</s>tw", "onetwo"),
     ):
         choice = chat(client, **HELLO, stop=stop)["choices"][0]
         assert choice["message"]["content"] == expected
         assert choice["finish_reason"] == ("length" if expected == "onetwo" else "stop")
-
-
-def test_tokens_after_a_stop_string_are_not_counted(client: TestClient, script: Script) -> None:
-    """A round can emit more tokens than the answer has; vanilla decoding would not generate them."""
-    script.events = [said("one "), said("two three"), Finished("length")]
-    assert chat(client, **HELLO, stop="two")["usage"]["completion_tokens"] == len("one two")
 
 
 def test_reused_prompt_tokens_are_counted_once(client: TestClient, script: Script) -> None:
@@ -590,14 +549,7 @@ def test_a_client_that_disconnects_gives_its_row_back(script: Script, stream: bo
 def test_a_key_guards_everything_but_health_and_the_page(script: Script) -> None:
     with TestClient(application(script, api_key="secret")) as client:
         paths = ("/v1/models", f"/v1/models/{NAME}", "/metrics")
-        for headers in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": "secret"},
-            {"Authorization": "Bearer "},
-            {"Authorization": "Basic secret"},
-            {"Authorization": "Bearer secretsecret"},
-        ):
+        for headers in ({}, *({"Authorization": value} for value in ("Bearer wrong", "Basic secret", "Bearer "))):
             assert [client.get(path, headers=headers).status_code for path in paths] == [401] * 3
             refused = client.post("/v1/chat/completions", json=HELLO, headers=headers)
             assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
@@ -660,7 +612,6 @@ def test_the_tokenizer_is_served_as_vllm_does(client: TestClient) -> None:
 def test_metrics_tell_what_the_scheduler_and_the_requests_did(client: TestClient, script: Script) -> None:
     script.events = [said("a"), said("bcd"), Finished("length")]
     chat(client, **HELLO)
-    chat(client, 400, **HELLO, n=0)
     lines = client.get("/metrics").text.splitlines()
     for line in (
         "longspec_queue_length 2.0",
@@ -669,17 +620,14 @@ def test_metrics_tell_what_the_scheduler_and_the_requests_did(client: TestClient
         'longspec_finished_requests_total{reason="stop"} 5.0',
         "longspec_time_to_first_token_seconds_count 1.0",
         "longspec_inter_token_latency_seconds_count 3.0",
-        "longspec_tokens_per_second 0.4",
-        'longspec_http_responses_total{path="/v1/chat/completions",status="400"} 1.0',
     ):
         assert line in lines, line
 
 
-def test_a_failure_of_the_server_itself_is_counted(script: Script) -> None:
+def test_a_failure_of_the_server_itself_is_a_500(script: Script) -> None:
     script.refusal, script.room = ZeroDivisionError("a defect"), 0
     with TestClient(application(script), raise_server_exceptions=False) as client:
         assert "its log has the cause" in chat(client, 500, **HELLO)["error"]["message"]
-        assert '{path="/v1/chat/completions",status="500"} 1.0' in client.get("/metrics").text
 
 
 def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:

@@ -9,73 +9,10 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from training_fixtures import NEEDS_MUON, make_target, single_rank_config, write_texts
 
 from longspec.errors import UserError
 from longspec.train import shards
-from longspec.train.checkpoint import saved_draft
-from longspec.train.config import CONFIG_NAME, to_yaml
-from longspec.train.engine import build_engine, build_pair
-from longspec.train.inputs import read_inputs
-from longspec.train.shards import ADAMW_MOMENTS, MASTERS, MUON_MOMENT, Shards, adopt, load_plain
-from longspec.train.trainer import Trainer
-
-NEVER: Any = SimpleNamespace(agreed=lambda *_: False)
-BF16 = "model.torch_dtype=bfloat16"
-MUON = "optimizer=muon"
-RATE = "learning_rate=0.01"
-
-
-def saved(trainer: Trainer, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The number of AdamW's steps, and the saved tensors by name."""
-    trainer.engine.save_checkpoint(str(folder), tag="now", exclude_frozen_parameters=True)
-    (folder / CONFIG_NAME).write_text(to_yaml(trainer.config))
-    read, kinds = Shards(folder), (MASTERS, *ADAMW_MOMENTS, MUON_MOMENT)
-    return read.step, {f"{name}, {kind}": value for kind in kinds for name, value in read.parameters(kind)}
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (["deepspeed=zero1"], ["deepspeed=zero3", "+deepspeed.zero_optimization.sub_group_size=1000"]),
-        (["deepspeed=zero3"], ["deepspeed=zero2"]),
-        pytest.param(["deepspeed=zero1", BF16], ["deepspeed=zero3", BF16], marks=pytest.mark.slow),
-        pytest.param(["deepspeed=zero3", BF16], ["deepspeed=zero1", BF16], marks=pytest.mark.slow),
-        pytest.param([MUON, BF16], [MUON, BF16], marks=[NEEDS_MUON, pytest.mark.slow]),
-    ],
-    ids=" ".join,
-)
-def test_another_layout_takes_the_same_next_step(
-    before: list[str], after: list[str], one_rank: None, tmp_path: Path
-) -> None:
-    make_target(tmp_path / "target")
-    write_texts(tmp_path / "texts.jsonl", count=3)
-    config, other_config = (single_rank_config(tmp_path, RATE, *layout) for layout in (before, after))
-    inputs = read_inputs(config)
-    batch = inputs.collate([inputs.rows[0]])
-    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-
-    def take(trainer: Trainer, step: int) -> dict[str, float]:
-        trainer.steps.start(step, iter([arrays]))
-        metrics = trainer.steps.take(step, NEVER)
-        assert metrics is not None
-        return {name: value for name, value in metrics.items() if "seconds" not in name}
-
-    engine = build_engine(config, build_pair(config, None))
-    first = Trainer(config, engine, inputs, total_steps=3)
-    for step in (1, 2):
-        take(first, step)
-    steps, state = saved(first, tmp_path / "first")
-    assert steps == 2 and all(value.abs().sum() > 0 for value in state.values())
-    other_engine = build_engine(other_config, build_pair(other_config, saved_draft(tmp_path / "first")))
-    adopt(other_engine, Shards(tmp_path / "first"))
-    second = Trainer(other_config, other_engine, inputs, total_steps=3)
-    assert saved(second, tmp_path / "adopted")[0] == 2
-    metrics = [take(trainer, 3) for trainer in (first, second)]
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
-    (steps, state), (again, other) = saved(first, tmp_path / "one"), saved(second, tmp_path / "other")
-    assert steps == again == 3
-    torch.testing.assert_close(other, state, rtol=1e-6, atol=1e-7)
+from longspec.train.shards import MASTERS, Shards, load_plain
 
 
 def save_state(folder: Path, ranks: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> Shards:
@@ -127,8 +64,6 @@ def test_a_member_of_an_enumeration_is_read_whatever_python_wrote_it(tmp_path: P
         Made(ZeroStageEnum, 3, altered=True),
         Made(getattr, ZeroStageEnum, "weights", altered=True),
         Made(getattr, LossScaler, "__init__"),
-        Made(getattr, ZeroStageEnum, "__new__"),
-        Made(getattr, ZeroStageEnum, "nowhere"),
     ],
 )
 @pytest.mark.parametrize("part", ["model", "optim"])

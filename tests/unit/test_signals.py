@@ -1,11 +1,10 @@
 """Requests to stop: the recorded signals, and when they take effect."""
 
-import os
 import signal
-import sys
 
 import pytest
 
+from longspec.ranks.agreement import Termination
 from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 
 
@@ -42,23 +41,17 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_step_may_be_finished_for_a_while(one_rank: None) -> None:
+    """`train_step` passes a patience inside a step and 0 before it."""
+    termination = Termination()
+    assert not termination.agreed() and not termination.agreed(0)
+    termination.received = signal.SIGINT
+    assert not termination.agreed(100) and termination.agreed()
+    assert termination.received == signal.SIGINT
+
+
 def test_a_second_sigint_kills() -> None:
     """The kernel kills the process, even while the main thread waits for a device."""
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.received == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-
-
-@pytest.mark.parametrize(("number", "told"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_on_a_terminal_the_first_sigint_says_what_a_second_one_does(
-    number: int, told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, terminal = os.openpty()
-    with os.fdopen(terminal, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with StopSignals():
-            signal.raise_signal(number)
-        stderr.write("end\n")
-        stderr.flush()
-        assert ("Ctrl-C again ends it" in os.read(ours, 1000).decode()) == told
-    os.close(ours)

@@ -1,6 +1,5 @@
 """The environment of a rank, and the processes that launched it. Each error is one line."""
 
-import errno
 import os
 import socket
 import subprocess
@@ -10,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from longspec.errors import UserError
-from longspec.ranks import agreement
-from longspec.ranks.agreement import ALONE, check_shared
-from longspec.ranks.replicas import joined_replicas
+from longspec.ranks.agreement import ALONE
 from longspec.train.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: 2 ranks, but RANK, MASTER_ADDR, MASTER_PORT not set; start the run with"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not a number"),
-        ({"RANK": "1"}, "RANK: 1, but WORLD_SIZE is 1"),
+        ({"WORLD_SIZE": "2"}, "RANK is '0' and WORLD_SIZE '2', without what a launcher sets; start the run with"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE 'two'"),
+        ({"RANK": "1"}, "RANK is '1' and WORLD_SIZE '1'"),
     ],
 )
 def test_an_environment_of_no_launch_is_one_line(
@@ -35,29 +32,6 @@ def test_an_environment_of_no_launch_is_one_line(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=problem):
         start_ranks()
-
-
-def test_a_command_without_a_launcher_leaves_no_trace_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that it starts would take themselves for ranks."""
-    for name in ALONE:
-        monkeypatch.delenv(name, raising=False)
-    with joined_replicas() as alone:
-        assert (alone.rank, alone.size) == (0, 1)
-    assert not ALONE.keys() & os.environ.keys()
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(
-    one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its lock file may still be writable, as after `chmod a-w` on the folder of a run."""
-
-    def denied(dir: Path, **_: object) -> str:
-        raise PermissionError(errno.EACCES, "Permission denied", str(dir))
-
-    monkeypatch.setattr(agreement.tempfile, "mkdtemp", denied)
-    with pytest.raises(SystemExit):
-        check_shared(tmp_path, "output_dir: ")
-    assert capsys.readouterr().err == f"error: output_dir: {tmp_path} cannot be written (Permission denied)\n"
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,6 @@ OWN = {
         ["<|end_of_text|>", "<|eot_id|>"],
         "<|eot_id|>",
     ),
-    "qwen": (
-        "tokenizer",
-        "<|im_start|>system\nYou are a tiny model.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
-        "<|im_start|>assistant\n",
-        ["<|im_end|>", "<|endoftext|>"],
-        "<|im_end|>",
-    ),
     "qwen3": (
         "tokenizer",
         "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
@@ -88,11 +81,8 @@ def test_a_templates_variables_can_be_set(targets: Path, given: dict[str, bool] 
     ("shape", "given", "problem"),
     [
         ("qwen3", {"enable_thought": False}, "the target's chat template has no variable enable_thought"),
-        ("vicuna", {"enable_thinking": False}, "the target's chat template has no variable enable_thinking"),
-        ("qwen3", {"": False}, "the target's chat template has no variable "),
         ("qwen3", {"enable_thinking": [1]}, r"enable_thinking must be true, false, a number or text, not \[1\]"),
         ("qwen3", "[1]", "must be a JSON object"),
-        ("qwen3", "enable_thinking", "not JSON"),
     ],
 )
 def test_bad_template_variables_are_one_line(targets: Path, shape: str, given: Any, problem: str) -> None:
@@ -114,7 +104,7 @@ def test_published_ids_are_those_of_the_published_targets_alone(target: str, eos
 
 
 def test_without_a_generation_config_the_tokenizers_eos_ends_answers(targets: Path, tmp_path: Path) -> None:
-    config, tokenizer = read(targets / "qwen")
+    config, tokenizer = read(targets / "qwen3")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stop_tokens(tokenizer, []) == [end] and answer_end(tokenizer, [], "plain") == end
     tokenizer.eos_token = None
@@ -144,7 +134,7 @@ def inputs_of(target: Path, folder: Path, experiment: str, *overrides: str) -> I
 def test_a_published_config_trains_another_target_with_its_own_tokens(
     targets: Path, tmp_path: Path, shape: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experiment = f"{'qwq' if shape == 'qwen' else 'llama8b'}_glide_8gpu_slim6b_longv2-32k-zero3_5e-6-ligce-nomask"
+    experiment = f"{'qwq' if shape == 'qwen3' else 'llama8b'}_glide_8gpu_slim6b_longv2-32k-zero3_5e-6-ligce-nomask"
     own_format, prompt, _, end = OWN[shape]
     overrides: list[str] = []
     if shape == "qwen3":

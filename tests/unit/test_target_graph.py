@@ -14,10 +14,9 @@ from longspec.train.loss import DraftLoss
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bool) -> None:
+def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
     """Whatever tokens, positions and segments come, and in which order."""
     from longspec.models.target_kernels import use_kernels
 
@@ -30,9 +29,9 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str, whole: bo
         tokens = torch.randint(1, 61, (2, 64), generator=generator).cuda()
         segments = Segments(sorted([0, 64, 128, *inner]), tokens.device)
         positions = (segments.offsets + 100 * number).view(2, 64)
-        got = passes(tokens, positions, segments, whole)
-        assert (got[0] is not None) == whole and len(got[1]) == 1 + len(options.kv_layers)
-        torch.testing.assert_close(got, model.run_target(tokens, positions, segments, whole))
+        got = passes(tokens, positions, segments)
+        assert len(got[1]) == 1 + len(options.kv_layers)
+        torch.testing.assert_close(got, model.run_target(tokens, positions, segments))
     assert len(passes.graphs) == 1
 
 
@@ -40,14 +39,13 @@ def each(change: Any, passed: TargetStates) -> TargetStates:
     """`change` of every tensor."""
     hidden, layers, _ = passed
     layers = [(change(keys), change(values)) for keys, values in layers]
-    return TargetStates(None if hidden is None else change(hidden), layers)
+    return TargetStates(change(hidden), layers)
 
 
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_path: Path) -> None:
-    """Behind what the stream had to do by then; a call for other tokens, as an evaluation's, or for more of them than
-    their keys, runs its own pass."""
+    """Behind what the stream had to do by then; a call for other tokens, as an evaluation's, runs its own pass."""
     from longspec.models.target_kernels import use_kernels
 
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
@@ -57,7 +55,7 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
 
     def drawn(*inner: int) -> Any:
         segments = Segments([0, *inner, 128], torch.device("cuda"))
-        return torch.randint(1, 61, (2, 64), generator=generator).cuda(), segments.offsets.view(2, 64), segments, False
+        return torch.randint(1, 61, (2, 64), generator=generator).cuda(), segments.offsets.view(2, 64), segments
 
     passes.begin(*drawn())
     assert passes.begun is None  # not captured yet
@@ -72,7 +70,7 @@ def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_p
         torch.cuda._sleep(10**7)
         read = each(lambda x: x + 0, captured)  # as the backward pass before reads them
         passes.begin(*coming)
-        given = (coming, other, (*coming[:3], True))[step % 3]
+        given = (coming, other)[step % 2]
         seen = passes.seen.copy()
         got = each(torch.clone, passes(*given))  # queued at once, behind what was begun
         assert (passes.seen == seen) == (given is coming)  # else it ran once more
@@ -102,7 +100,7 @@ def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str, kind
             model.target_pass = run
             if run:
                 segments = Segments(borders.tolist(), ids.device)
-                run.begin(ids, positions, segments, model.needs_whole_pass(objective))
+                run.begin(ids, positions, segments)
             out = model(ids, position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=objective)
             total = sum(one for one, _ in out) if step % 2 else out[0]
             model.draft_model.zero_grad()

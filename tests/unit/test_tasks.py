@@ -37,17 +37,9 @@ def test_answer_lengths_are_longbenchs() -> None:
     assert TASKS["aime24"].max_new_tokens == 20000
 
 
-def test_records_become_longbench_prompts_with_braces_left_alone(tmp_path: Path) -> None:
-    write_task(tmp_path, "repobench-p", record(context="f = {0}\n", input="g({x})\n"))
-    write_task(tmp_path, "qmsum", record(context="A: {hi}", input="Who?"))
+def test_a_problem_of_aime24_is_its_own_prompt(tmp_path: Path) -> None:
     write_task(tmp_path, "aime24", {"id": 60, "problem": "Find $\\frac{1}{2}$.", "answer": "204"})
-    (code,) = read_questions("repobench-p", tmp_path)
-    (meeting,) = read_questions("qmsum", tmp_path)
-    (riddle,) = read_questions("aime24", tmp_path)
-    assert code[1] == "Please complete the code given below. \nf = {0}\ng({x})\nNext line of code:\n"
-    assert "\n\nTranscript:\nA: {hi}\n\nNow, answer" in meeting[1]
-    assert meeting[1].endswith("in one or more sentences.\n\nQuery: Who?\nAnswer:")
-    assert riddle == ("60", "Find $\\frac{1}{2}$.")
+    assert read_questions("aime24", tmp_path) == [("60", "Find $\\frac{1}{2}$.")]
 
 
 LLAMA = ("<s>system\nYou are a helpful assistant</s>\n<s>user\n", "</s>\n<s>assistant\n")
@@ -107,28 +99,22 @@ def test_prompts_of_the_users_own_file(tmp_path: Path) -> None:
     ("content", "says"),
     [
         ("{", "is not a readable JSON file"),
-        ("[]", "has no prompt for lcc"),
         ('{"qmsum": "{context}"}', "has no prompt for lcc"),
-        ('{"lcc": "{code}"}', r"lcc: no field \{code\}; use \{context\} or \{input\}"),
+        ('{"lcc": "{code}"}', r"lcc: must be text with \{context\} or \{input\}"),
         ('{"lcc": {"prompt": "{context}"}}', "lcc: must be text with"),
     ],
 )
 def test_a_file_of_prompts_that_does_not_fit_is_named(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "prompts.json").write_text(content)
-    with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}") as error:
+    with pytest.raises(UserError, match=f"^--prompt_file: .*prompts.json.*{says}"):
         read_prompt(tmp_path / "prompts.json", "lcc")
-    assert "\n" not in str(error.value)
-    with pytest.raises(
-        UserError, match=r"nowhere\.json is not a readable JSON file \{task: prompt\} \(No such file or directory\)$"
-    ):
-        read_prompt(tmp_path / "nowhere.json", "lcc")
 
 
 def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> None:
     """1200 < n <= window - 2000: the lower end is left out, the upper one kept. AIME24 keeps every length."""
     selection = selected("lcc", [19, 20, 21, 30, 31, 90], 0, 20, 30)
     assert [sample.id for sample in selection.prompts] == ["2", "3"]
-    assert (selection.too_short, selection.too_long, selection.not_reached) == (2, 2, 0)
+    assert (selection.too_short, selection.too_long) == (2, 2)
     line = "lcc: 2 prompts kept, 4 left out (2 of 20 tokens or fewer, 2 of more than 30 tokens)"
     assert selection.describe("lcc", 20, 30) == line
     assert len(selected("aime24", [2, 5000], 0, 1200, 2000).prompts) == 2
@@ -139,18 +125,15 @@ def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> N
 def test_test_length_counts_kept_prompts() -> None:
     selection = selected("lcc", [5, 30, 6, 31, 32, 33], 2, 20, 10_000)
     assert [sample.id for sample in selection.prompts] == ["1", "3"]
-    assert (selection.too_short, selection.not_reached) == (2, 2)
-    assert "2 not reached" in selection.describe("lcc", 20, 10_000)
+    assert selection.too_short == 2
 
 
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [
         ([record(), '{"input": "x", '], r"lcc\.jsonl, line 2: not a JSON line"),
-        ([record(), "", [1]], r"lcc\.jsonl, line 3: must be a JSON object"),
         ([{"input": "x", "_id": "a"}], r"lcc\.jsonl, line 1: field 'context'"),
         ([record(context=7)], r"line 1: field 'context' must be a string"),
-        ([{"context": "x"}], r"line 1: field '_id' is missing"),
         ([""], r"lcc\.jsonl: no record"),
         (None, r"lcc\.jsonl: no such file"),
     ],

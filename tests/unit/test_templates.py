@@ -12,10 +12,6 @@ from longspec.errors import UserError
 from longspec.models.target_files import set_template_arguments
 
 LLAMA = "<s>system\nYou are a helpful assistant</s>\n<s>user\nHi {x}</s>\n<s>assistant\n"
-QWEN2 = (
-    "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
-    "<|im_start|>user\nHi {x}<|im_end|>\n<|im_start|>assistant\n"
-)
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -35,12 +31,6 @@ def bos_tokenizer(eos_too=False):
     return tokenizer
 
 
-@pytest.mark.parametrize(("family", "expected"), [("llama", LLAMA), ("qwen2", QWEN2)])
-def test_the_published_format_of_each_family(family, expected):
-    assert chat_prompt("Hi {x}", family, None, "published") == expected
-    assert chat_prompt("Hi {x}", family, None, "published", "Answer:") == expected + "Answer:"
-
-
 def test_the_tokenizers_own_chat_template():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -56,7 +46,6 @@ def test_the_tokenizers_own_chat_template():
     [
         ("{{ raise_exception('only users') }}", r"\(only users\)"),
         ("{{ 9 // (messages | length - 1) }}", "ZeroDivisionError"),
-        ("{{ messages[0].content + 1 }}", "TypeError"),
         ("{% if %}", "TemplateSyntaxError"),
     ],
 )
@@ -83,7 +72,6 @@ def test_the_default_of_several_chat_templates_is_used():
     tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
     for use in (
         lambda: resolve_chat_format("auto", "target", "llama", tokenizer),
-        lambda: chat_prompt("Hi", "llama", tokenizer, "tokenizer"),
         lambda: set_template_arguments(tokenizer, {"m": "!"}),
         lambda: user_turn_marks(tokenizer),
     ):
@@ -101,7 +89,7 @@ def test_the_default_of_several_chat_templates_is_used():
 )
 def test_unknown_formats_are_named(family, chat_format, says):
     with pytest.raises(UserError, match=says):
-        chat_prompt("Hi", family, byte_tokenizer(), chat_format)
+        resolve_chat_format(chat_format, "target", family, byte_tokenizer())
 
 
 def test_a_conversation_keeps_its_turns_and_its_own_system_turn():
@@ -154,13 +142,13 @@ def test_plain_text_has_no_marks():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (7, "must be text with {context} or {input}, not int"),
-        ("Sum up.", "contains no field; use {context} or {input}"),
-        ("Sum up {prompt}.", "no field {prompt}; use {context} or {input}"),
-        ("Sum up {}.", "no field {}"),
-        ("Sum up {context.__class__}.", "no field {context.__class__}"),
-        ("Sum up {context!r}.", "a field has only a name"),
-        ("Sum up {context.", "double each brace that is not a field"),
+        (7, "must be text with {context} or {input}"),
+        ("Sum up.", "must be text with {context} or {input}"),
+        ("Sum up {{context}}.", "must be text with {context} or {input}"),
+        ("{context} Sum up {prompt}.", "not a template (KeyError: 'prompt'); use {context} or {input}"),
+        ("{context} Sum up {}.", "not a template"),
+        ("{context} Sum up {context.x}.", "not a template"),
+        ("{context} Sum up {context.", "double other braces"),
     ],
 )
 def test_a_template_that_quotes_anything_but_its_fields_is_refused(text, says):
@@ -174,7 +162,7 @@ def test_templates_are_for_kinds_with_a_prompt():
     for kind in ("text", "prefix", "messages", "gov_report"):
         with pytest.raises(UserError, match=rf"data\.templates\.{kind}: no such kind of record; use instruction, "):
             check_templates({kind: "{prompt}"}, "data.templates")
-    with pytest.raises(UserError, match=r"data\.templates\.report: no field \{context\}"):
+    with pytest.raises(UserError, match=r"data\.templates\.report: not a template .*; use \{prompt\}"):
         check_templates({"report": "{context}"}, "data.templates")
 
 

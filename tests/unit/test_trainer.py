@@ -8,18 +8,16 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from training_fixtures import make_target, overrides_of, plain_training, tiny_config, write_texts
+from training_fixtures import make_target, overrides_of, tiny_config, write_texts
 
 from longspec.data.collators import Collator
 from longspec.errors import UserError
 from longspec.models.draft_layer import GlideDecoderLayer
 from longspec.train import resume
 from longspec.train import trainer as trainer_module
-from longspec.train.checkpoint import gather_draft
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
-from longspec.train.losses import LOSSES
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
 from longspec.train.resume import last_step
 from longspec.train.trainer import Trainer
@@ -132,43 +130,17 @@ def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatc
             last_step(load(ends), 20, start_step=6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_chunked_losses_train_as_plain_ones_on_whole_logits(load: Any, one_rank: None, loss: str) -> None:
-    """The row "fused or plain loss" of the equivalence matrix (tests/e2e/test_equivalence.py): loss curve and draft."""
-    config = load(f"loss={loss}", "variant=base", "learning_rate=1e-3", "per_device_train_batch_size=2")
-    inputs, steps, never = read_inputs(config), 6, SimpleNamespace(agreed=lambda *_: False)
-    engine = build_engine(config, build_pair(config, None))
-    trainer = Trainer(config, engine, inputs, total_steps=steps)
-    trainer.steps.start(1, iter(trainer.loader))
-    losses = []
-    for step in range(1, steps + 1):
-        metrics = trainer.steps.take(step, never)  # type: ignore[arg-type]
-        assert metrics is not None
-        losses.append(metrics["loss"])
-    expected, draft = plain_training(config, steps, ranks=1)
-    assert losses == pytest.approx(expected, rel=1e-6)
-    # The gradient of "acceptance" jumps where both distributions are equal, which rounding decides.
-    atol = 1e-4 if loss == "acceptance" else 1e-6
-    torch.testing.assert_close(gather_draft(trainer.engine.module), dict(draft), rtol=1e-5, atol=atol)
-
-
 @pytest.mark.parametrize(
     ("override", "key"),
     [
         ("model._target_=longspec.train.models.llama_glide.LlamaGlyde.from_pretrained", "model._target_"),
-        ("model._target_=nowhere.LlamaGlide.from_pretrained", "model._target_"),
         ("model._target_=collections.OrderedDict.fromkeys", "model._target_"),
-        ("model._target_=LlamaGlide", "model._target_"),
-        ("data.aligners=[{_target_: longspec.data.aligners.no_aligner}]", r"data.aligners\[0\]"),
         ("data.aligners=[{_target_: longspec.data.aligners.add_id_aligner, fields: x}]", r"data.aligners\[0\]"),
-        ("data.aligners=[add_id_aligner]", r"data.aligners\[0\]"),
         ("tp_size=3", ".*num_key_value_heads 2 cannot be split for 3 ranks; tp_size must divide it"),
         ("eos_token_id=265", "eos_token_id"),
         ("model.kv_layers=[0,2]", "model.kv_layers: the draft's kv_layers contain layer 2"),
-        ("model.pad_token_id=-1", "model.pad_token_id"),
     ],
 )
 def test_what_only_the_target_or_an_import_can_tell_is_named_by_key(load: Any, override: str, key: str) -> None:
-    with pytest.raises(UserError, match=f"^(config key )?{key}") as error:  # tp_size names the target
+    with pytest.raises(UserError, match=rf"^(config key )?{key}.*\Z"):  # tp_size names the target
         read_inputs(load(override))
-    assert "\n" not in str(error.value)

@@ -42,49 +42,19 @@ def make_case(
     return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor(lengths), mask, outs, lses
 
 
-def check(case: tuple[Tensor, ...], device: str, with_tree: bool = True, tolerance: float | None = None) -> Tensor:
-    q, k, v, lengths, mask, outs, lses = (x.to(device) for x in case)
-    parts = PrefixParts(outs, lses, BLOCK, overlap=False)
-    inputs = (q, k, v, lengths, mask if with_tree else None, 0.2, parts)
-    got = prefix_and_tree_attention(*inputs)
-    assert got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
-    tolerance = tolerance or TOLERANCE[q.dtype]
-    torch.testing.assert_close(
-        got, attention_reference.prefix_and_tree_attention(*inputs), atol=tolerance, rtol=tolerance
-    )
-    return got
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lengths", [[0, 48], [0]])
-def test_queries_without_keys_get_zero_and_blocks_without_keys_change_nothing(lengths: list[int], device: str) -> None:
-    """The running maximum starts at -inf, and its update must not compute -inf - -inf. The one part is empty."""
-    case = make_case(lengths, 1, 1, 100, 64, 1, torch.float32)
-    case[4][0] = torch.arange(100) >= 64
-    case[4][0, 5] = False
-    case[4][1:] = False
-    got = check(case, device)
-    assert got[0, :, 5].eq(0).all() and got[1:].eq(0).all() and got.isfinite().all()
-    assert check(case, device, with_tree=False).eq(0).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("offset", [0.0, 1000.0, -1000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_parts_with_near_and_distant_lses_are_merged(offset: float, dtype: torch.dtype, device: str) -> None:
-    """They neither overflow nor vanish. Parts in either dtype accumulate in fp32; empty ones hold NaN."""
-    for lengths, kv_heads, nodes, parts in (([20], 1, 9, 3), ([95, 3], 2, 5, 5)):
-        *case, outs, lses = make_case(lengths, kv_heads, 2, nodes, 80, parts, dtype)
-        tolerance = 1e-3 if dtype == torch.float32 and offset else None  # an LSE of 1000 has an ulp of 6e-5
-        assert check((*case, outs.to(dtype), lses + offset), device, tolerance=tolerance).isfinite().all()
-
-
-def test_tensors_that_the_kernel_would_misread_are_refused() -> None:
-    q, k, v, lengths, mask, outs, lses = make_case([30], 2, 2, 4, 64, 1, torch.float32)
-    rest = (lengths, mask, 0.1, PrefixParts(outs, lses, BLOCK, overlap=False))
-    with pytest.raises(ValueError, match="contiguous"):
-        prefix_and_tree_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, *rest)
-    with pytest.raises(ValueError, match="dtypes"):
-        prefix_and_tree_attention(q, k.half(), v.half(), *rest)
-    with pytest.raises(ValueError, match="shapes"):
-        prefix_and_tree_attention(q[:, :3], k, v, *rest)
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "nodes", "parts"), [([0, 48], 1, 100, 1), ([20], 1, 9, 3), ([95, 3], 2, 5, 5)]
+)
+def test_parts_are_merged(
+    lengths: list[int], kv_heads: int, nodes: int, parts: int, dtype: torch.dtype, device: str
+) -> None:
+    """Empty parts, whose outputs are NaN, change nothing; a query that sees no key gets 0."""
+    *case, mask, outs, lses = (x.to(device) for x in make_case(lengths, kv_heads, 2, nodes, 80, parts, dtype))
+    mask[0, 2] = False
+    inputs = (*case, mask, 0.2, PrefixParts(outs.to(dtype), lses, BLOCK, overlap=False))
+    got, expected = prefix_and_tree_attention(*inputs), attention_reference.prefix_and_tree_attention(*inputs)
+    assert got.dtype == dtype and got.transpose(1, 2).is_contiguous() and got.isfinite().all()
+    torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert lengths[0] or got[0, :, 2].eq(0).all()

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,20 +14,18 @@ import pytest
 import torch
 from pairs import make_pair, tiny_config
 from safetensors.torch import save_file
-from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, save_tokenizer
+from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from longspec.errors import UserError
-from longspec.inference.registry import check_draft_tokenizer
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import load_tokenizer, read_config
-from longspec.models.weight_checks import check_weights
 from longspec.train.config import read_config_file
 from longspec.train.inputs import _make_aligner
-from longspec.untrusted import CONFIG_BYTES, YAML_BYTES
+from longspec.untrusted import CONFIG_BYTES
 
 Weights = dict[str, torch.Tensor]
 
@@ -91,19 +88,14 @@ def special(kind: str, file: Path) -> None:
             handle.truncate(2**40)  # takes no room on the disk
 
 
-CONFIGS = ("config.json", "training_config.yaml")
-DRAFT_FILES = ("draft_model_weights.pth", "model.safetensors", *CONFIGS)
-SPECIAL = [
-    *((kind, name) for kind in ("fifo", "device") for name in DRAFT_FILES),
-    *(("large", name) for name in CONFIGS),
-]
+DRAFT_FILES = ("draft_model_weights.pth", "model.safetensors", "config.json")
+SPECIAL = [*((kind, name) for kind in ("fifo", "device") for name in DRAFT_FILES), ("large", "config.json")]
 
 
 @pytest.mark.parametrize(("kind", "name"), SPECIAL)
 def test_only_regular_small_files_are_read_of_a_draft(run: Path, kind: str, name: str) -> None:
     special(kind, run / name)
-    limit = YAML_BYTES if name.endswith(".yaml") else CONFIG_BYTES
-    problem = f"more than the limit of {limit}" if kind == "large" else "not a regular file"
+    problem = f"more than the limit of {CONFIG_BYTES}" if kind == "large" else "not a regular file"
     assert problem in refusal(lambda: use_draft(run), run / name)
 
 
@@ -130,16 +122,11 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9
     ("text", "message"),
     [
         (BOMB, "aliases"),
-        ("model: [" * 5000, "nested deeper"),
-        (f"seed: {'1:' * 100000}1", "a value of"),
+        ("model: [" * 5000, "not a readable configuration"),
         ("seed: [", "not a readable configuration"),
-        ("- 1", "must be a mapping, not a list"),
-        ("\x00", "not a readable configuration"),
         ("seed: !!python/object/apply:os.system ['touch ran']", "not a readable configuration"),
         ("name: evil/${oc.env:SECRET}", "interpolation"),
         (r'name: "evil/\x24{oc.env:SECRET}"', "interpolation"),
-        ("model: {window: many}", "window"),
-        ("model: {window: 99999999}", "window"),
     ],
 )
 def test_a_training_configuration_is_read_within_bounds(
@@ -149,9 +136,8 @@ def test_a_training_configuration_is_read_within_bounds(
     monkeypatch.chdir(run)
     file = run / "training_config.yaml"
     file.write_text(text)
-    line = refusal(lambda: use_draft(run), run)
+    line = refusal(lambda: read_config_file(file), file)
     assert message in line and "hidden" not in line
-    assert "hidden" not in refusal(lambda: read_config_file(file), file)
     assert not (run / "ran").exists()
 
 
@@ -182,7 +168,6 @@ def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_
         (folder / "custom_generate" / "generate.py").write_text(code)
         tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-        shutil.copy(target / "tokenizer.json", run / "tokenizer.json")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Evil"}}))
     (stranger / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
@@ -190,7 +175,6 @@ def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_
     assert read_config(target).model_type == "llama"  # a known type needs none of its code
     LlamaGlide.from_pretrained(target)
     assert "custom code" in refusal(lambda: load_tokenizer(str(target), tiny_config("llama")), target)
-    assert "custom code" in refusal(lambda: check_draft_tokenizer(str(run), "target", byte_tokenizer()), run)
     assert not (tmp_path / "ran").exists()
 
 
@@ -216,10 +200,8 @@ def test_a_pickle_with_code_is_refused_without_advice_to_run_it(run: Path, legac
     ("content", "message"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-        (b"Draft of a letter", "not a readable file of plain weights"),
         (b"PK\x03\x04cut off", "not a readable file of plain weights"),
         (b"\x80\x02cos\nsystem\n(S'true'\ntR.", "not a readable file of plain weights"),
-        (struct.pack("<Q", 2**60) + b"{}", "not a readable file of plain weights"),
     ],
 )
 @pytest.mark.parametrize("name", ["draft.pth", "model.safetensors"])
@@ -230,19 +212,21 @@ def test_a_file_that_holds_no_weights_says_what_it_is(run: Path, name: str, cont
 
 
 @pytest.mark.parametrize(
-    ("weights", "metadata"),
+    "weights",
     [
         ({"mlp.up_proj.weight": torch.ones(1).expand(2**20, 2**20)}, {}),
-        ({"mlp.up_proj.weight": torch.ones(48, 32, device="meta")}, {}),
         ({"mlp.up_proj.weight": torch.ones(48, 32, dtype=torch.int32)}, {}),
         ({f"\x1b[2J\n{number}" * 99: torch.ones(1) for number in range(999)}, {}),
+        ({"mlp.up_proj.weight": torch.ones(48, 32, device="meta")}, {}),
+        ({"mlp.up_proj.weight": torch.ones(48, 32).to_sparse()}, {}),
         ({}, {"draft_window": [1]}),
     ],
-    ids=["huge", "no data", "whole numbers", "strange names", "no window"],
+    ids=["huge", "whole numbers", "strange names", "without data", "sparse", "no window"],
 )
-def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: Weights, metadata: Any) -> None:
+def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: tuple[Weights, Any]) -> None:
     file = run / "draft_model_weights.pth"
-    state = OrderedDict(torch.load(file) | weights)
+    added, metadata = weights
+    state = OrderedDict(torch.load(file) | added)
     state._metadata = {"": metadata}  # type: ignore[attr-defined]
     torch.save(state, file)
     assert "\x1b" not in refusal(lambda: use_draft(run), run)
@@ -267,7 +251,7 @@ def changed(field: str, value: Any) -> Callable[[str], str]:
     return lambda text: json.dumps(json.loads(text) | {field: value})
 
 
-BROKEN = ("{", "null", "[1]", "[" * 100000)
+BROKEN = ("{", "null", "[" * 100000)
 
 
 @pytest.mark.parametrize(
@@ -292,13 +276,6 @@ def test_a_broken_file_is_one_clear_line(target: Path, run: Path, file: str, tex
     else:
         refusal(lambda: LlamaGlide.from_pretrained(target), target)
         refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
-
-
-def test_what_is_no_target_says_what_it_is(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("hello")
-    assert "(a file)" in refusal(lambda: read_config(tmp_path / "notes.txt"), tmp_path / "notes.txt")
-    (target / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert "git lfs pull" in refusal(lambda: check_weights(target, tiny_config("llama")), target / "model.safetensors")
 
 
 def test_a_saved_draft_replaces_a_link_and_does_not_write_through_it(pair: Path, tmp_path: Path) -> None:

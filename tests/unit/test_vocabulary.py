@@ -87,15 +87,6 @@ def check_same(got: Tree, expected: Tree) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_only_nodes_with_logits_get_children(device: str) -> None:
-    """The two first of five nodes; the level starts after all five."""
-    logits = random_logits(2, 2, 300)
-    tree, above = half_grown(2, 5, 4, False)
-    got = check_level(tree, above, 4, logits, 1.0, False, device)
-    assert set(got.parents[:, above.stop :].flatten().tolist()) == {3, 4}
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "temperature", "dtype"),
@@ -223,19 +214,6 @@ def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, operation: st
             tokens = tokens_of(backend, operation, own_logits, temperature, watch)
             assert watch.faults.tolist() == [0, 0, 0 if fault is None else 2], fault
             assert tokens.min() >= 0 and tokens.max() < vocab, fault
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_best_children_are_the_global_top_k(dtype: torch.dtype) -> None:
-    """Best first, over all parents and the vocabulary, by the log-probability of the path."""
-    tree, above = half_grown(2, 4, 7, sampled=False)
-    logits = (3 * torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
-    trees.grow_level(tree, above, 7, logits, None)
-    every = tree.scores[:, above, None] + logits.float().log_softmax(-1)
-    expected = every.flatten(1).sort(dim=-1, descending=True)
-    torch.testing.assert_close(tree.scores[:, above.stop :], expected.values[:, :7])
-    chosen = (tree.parents - above.start) * 11 + tree.tokens
-    assert chosen[:, above.stop :].tolist() == expected.indices[:, :7].tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)

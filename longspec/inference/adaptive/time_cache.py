@@ -1,15 +1,14 @@
-"""The times of rounds: measured on an empty cache that is made to look as if it held tokens, and kept in one JSON file
-per target, draft, device, batch size and context.
-"""
+"""The times of rounds: measured on an empty cache that looks as if it held tokens, and kept in one JSON file per
+key."""
 
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -102,11 +101,11 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[], RoundTimes]) -> RoundTimes:
+def known_times(key: dict[str, Any], measure: Callable[[], RoundTimes]) -> RoundTimes:
     """The times in the cache, or those that `measure` returns, which are then stored. Ranks that share a target measure
     together and take rank 0's times, so that all choose the same plans."""
     path = user_cache("round_times") / f"{_digest(key)}.json"
-    times = same_on_all_ranks(lambda: load_times(path, plans))
+    times = same_on_all_ranks(lambda: load_times(path))
     if times is None:
         measured = measure()
         times = same_on_all_ranks(lambda: measured)
@@ -115,25 +114,13 @@ def known_times(key: dict[str, Any], plans: Sequence[Plan], measure: Callable[[]
     return times
 
 
-def load_times(path: Path, plans: Sequence[Plan]) -> RoundTimes | None:
-    """The times in a file of the cache. None if there is no valid file, with a warning if it is damaged."""
-    try:
+def load_times(path: Path) -> RoundTimes | None:
+    """The times in a file of the cache; None if it is missing, too old or unreadable."""
+    with suppress(OSError, ValueError, TypeError, LookupError):
         content = json.loads(path.read_text())
-        if not time.time() < content["expires"]:
-            return None
-        (low, high), refill = map(int, content["times"]["contexts"]), float(content["times"]["refill"])
-        seconds: dict[str, tuple[float, float]] = {}
-        for plan in plans:
-            at_low, at_high = map(float, content["times"]["seconds"][plan.name])
-            seconds[plan.name] = at_low, at_high
-        if not (0 <= low < high and refill >= 0 and all(0 < n < math.inf for pair in seconds.values() for n in pair)):
-            raise ValueError("not times of rounds")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, LookupError):
-        logger.warning("%s: damaged; the times of rounds are measured again", path)
-        return None
-    return RoundTimes((low, high), seconds, refill)
+        if time.time() < content["expires"]:
+            return RoundTimes(**content["times"])
+    return None
 
 
 def store_times(path: Path, key: dict[str, Any], times: RoundTimes) -> None:
@@ -157,8 +144,7 @@ def forget_times() -> None:
 
 @torch.no_grad()
 def measure_times(state: Rounds, rounds: Mapping[Plan, Round], refill: Callable[[], None], room: int) -> RoundTimes:
-    """Time the rounds of each plan at a short context and at `room` prefix slots per row. state: the tensors that the
-    rounds work on. Its cache is empty before and after."""
+    """Time the rounds of each plan on `state`, whose cache is empty, at a short context and at `room` slots per row."""
     announce_first_use()
     lengths = state.cache.lengths
     all_rows = torch.ones_like(state.root, dtype=torch.bool)

@@ -18,8 +18,7 @@ class Level(NamedTuple):
     tokens: Tensor
     """LongTensor [B, n]."""
     all_parents: Tensor | None
-    """LongTensor [B, N]: the number of the parent of each node of the tree, -1 for the root and for nodes that only
-    fill up their level; None for a chain."""
+    """LongTensor [B, N]: the parent of each node, -1 for the root and unused nodes; None for a chain."""
     depth: int
     """0 for the root."""
     first: int
@@ -61,8 +60,7 @@ class DraftDecoder(RowState):
         return self.runner.config.vocab_size if self.ids is None else self.ids.shape[1]
 
     def state_bytes(self, longest: int) -> tuple[int, int]:
-        """Size of what `reserve` allocates, as far as it counts next to the target's KV cache: bytes per row, and bytes
-        per row and position. longest: most tokens of a text."""
+        """Bytes per row, and per row and position, that `reserve` allocates. longest: most tokens of a text."""
         return 0, 0
 
     def narrow(self, rows: slice) -> Self:
@@ -79,9 +77,8 @@ class DraftDecoder(RowState):
         self.feed(tokens, positions, valid, states)
 
     def refill(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Take the newest tokens of each row, which rounds without the draft did not feed. tokens: LongTensor [B, S],
-        the token at each position; lengths: LongTensor [B], the roots' positions. Never called for a decoder with
-        `layer_inputs`, which is fed in every round."""
+        """Take the newest tokens of each row, which rounds without the draft did not feed, from `tokens`, LongTensor
+        [B, S], up to the roots' positions, LongTensor [B]. Never called for a decoder with `layer_inputs`."""
 
     def feature(self, cache: TargetCache) -> Tensor | None:
         """What all levels of a round read of the target, if anything; passed to `level`."""

@@ -12,9 +12,8 @@ _decoders: dict[str, type[DraftDecoder]] = {GLIDE: GlideDraft, "eagle3": Eagle3D
 
 
 def register_draft(draft: type[Draft], decoder: type[DraftDecoder]) -> None:
-    """Make a draft architecture available in this process, under the name in its options' class. Training takes it as
-    the config key `model.architecture=NAME`, and its saved drafts load like any other. Raises UserError for a name that
-    exists."""
+    """Make a draft architecture available in this process, under the name in its options' class, in training
+    (`model.architecture=NAME`) and decoding. Raises UserError for a name that exists."""
     add_architecture(draft)
     _decoders[draft.options_class.architecture] = decoder
 

@@ -15,10 +15,8 @@ from longspec.models.fused import rope_table
 
 class Eagle3Decoder(DraftDecoder):
     """Token j of the text is at position j - 1 of the cache, because it is read with the state of the token before it.
-
-    With a window, the cache is a ring buffer with slots for the nodes of a tree after it. Otherwise it has room for the
-    whole text, and nodes are stored after the accepted tokens.
-    """
+    With a window, the cache is a ring buffer, then the nodes of a tree. Otherwise it has room for the whole text, and
+    nodes are stored after it."""
 
     @property
     def draft(self) -> Eagle3Draft:
@@ -67,8 +65,7 @@ class Eagle3Decoder(DraftDecoder):
         return [self.cache.keys, self.cache.values, self.newest]
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Zero the slots of a ring buffer that the prompt has not filled: masked slots must be finite, and earlier
-        requests may have left NaN."""
+        """Zero unfilled slots of a ring buffer: masked slots must be finite, and earlier requests may have left NaN."""
         self.states.zero_()
         if self.grows:
             return

@@ -54,11 +54,8 @@ class TokenHistory(RowState):
 
 
 class LookupDrafter(Drafter):
-    """A chain of gamma tokens: those that followed the longest earlier match with the newest tokens.
-
-    Among matches of equal length the latest one is used. The chain is built deterministically, so acceptance follows
-    the target's own draws. All operations have static shapes.
-    """
+    """A chain of gamma tokens: those that followed the longest earlier match with the newest tokens, the latest one of
+    that length. It is deterministic, so acceptance follows the target's own draws."""
 
     def __init__(self, history: TokenHistory, gamma: int) -> None:
         self.history = history
@@ -83,11 +80,8 @@ class LookupDrafter(Drafter):
 
 
 class LookupBranches(RowState):
-    """Continuations of earlier matches that join a tree as branches, with their probability estimated from the share of
-    such continuations that were right so far in the row.
-
-    The branches depend on the tokens before the tree's root alone, and not on draws of the round.
-    """
+    """Continuations of earlier matches that join a tree as branches, with their probability estimated from the row's
+    earlier ones. They depend on the tokens before the root alone, not on draws."""
 
     def __init__(self, runner: Runner, history: TokenHistory, depth: int) -> None:
         """history: fed and started by others. depth: largest number of tokens of a branch."""

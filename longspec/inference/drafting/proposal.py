@@ -32,18 +32,15 @@ class Proposal:
     """[B, R, V]: the draft distribution q at inner nodes. A node's children are samples of its q without replacement,
     numbered in the order of sampling. None for a tree that was built deterministically."""
     q_rows: Tensor | None = None
-    """LongTensor [B, N]: the row of `sampled_from` that belongs to each node; leaves have numbers from R on.
-    None: row i belongs to node i."""
+    """LongTensor [B, N]: the row of `sampled_from` of each node, from R on for leaves. None: as numbered."""
     from_lookup: Tensor | None = None
     """bool [B, N]: nodes from prompt lookup. They are proposed without chance, whatever q says, and each has a lower
     number than its sampled siblings. None: no node."""
     ranks: Tensor | None = None
-    """LongTensor [B, N]: the nodes in the order in which smaller budgets would keep them, 0 for the root. None for a
-    tree whose nodes were not selected."""
+    """LongTensor [B, N]: the nodes in the order in which smaller budgets would keep them, or None."""
 
     def levels_by_rank(self) -> Tensor:
-        """LongTensor [B, N]: the number of levels that the draft has to grow for the node of each rank, 0 for the root
-        and for nodes from prompt lookup."""
+        """LongTensor [B, N]: the levels to grow for the node of each rank; 0 for the root and for nodes from lookup."""
         assert self.ranks is not None
         levels = self.levels.expand_as(self.tokens)
         if self.from_lookup is not None:

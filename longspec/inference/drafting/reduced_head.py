@@ -13,12 +13,8 @@ from longspec.models.parallel import head_rows
 
 
 class ReducedHead:
-    """Logits over C columns per row: the Vd tokens of the list, then E tokens of the row's own prompt.
-
-    E is the same for all rows. A row with fewer such tokens leaves the last columns empty; their logits are -inf. A row
-    with more keeps the most recent ones. No token has two columns. Rounds are captured as CUDA graphs, so all tensors
-    are allocated once and `start` fills them.
-    """
+    """Logits over C columns per row: the Vd tokens of the list, then E tokens of the row's own prompt, the most recent
+    ones, or empty columns with logits -inf. No token has two columns. Captured rounds read the tensors."""
 
     def __init__(self, runner: Runner, listed: int, rows: int) -> None:
         """listed: Vd, the length of the draft's list."""
@@ -49,8 +45,7 @@ class ReducedHead:
         return part
 
     def start(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Gather the weights of the list and of the rows' own tokens. prompts: LongTensor [B, P], padded on the right;
-        lengths: LongTensor [B]."""
+        """Gather the weights of the list and of the tokens of prompts, LongTensor [B, P]; lengths: LongTensor [B]."""
         model = self.runner.model
         tokens = model.draft_model.vocabulary
         assert tokens is not None

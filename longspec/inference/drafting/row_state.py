@@ -13,8 +13,7 @@ class RowState:
     reads_hidden: bool = False
     """Whether a proposal reads `TargetCache.newest_hidden`."""
     layer_inputs: tuple[int, ...] = ()
-    """Layers of the target whose inputs the draft reads: `feed` gets those at accepted tokens, and `feed_prompt` those
-    at the prompt's."""
+    """Layers of the target whose inputs `feed_prompt` and `feed` get, at the prompt's and at accepted tokens."""
 
     def reserve(self, capacity: int) -> None:
         """Allocate state for positions 0 ... capacity - 1. The engine calls it before any other method."""
@@ -32,9 +31,9 @@ class RowState:
             part.start(prompts, lengths)
 
     def feed(self, tokens: Tensor, positions: Tensor, valid: Tensor, states: Tensor | None = None) -> None:
-        """Take accepted tokens at consecutive positions: each token exactly once. tokens, positions: LongTensor [B, T];
-        valid: bool [B, T], False for entries to be ignored. states: [B, T, n · hidden], the inputs of the target's n
-        layers `layer_inputs` at these tokens; None without any."""
+        """Take accepted tokens at consecutive positions, once each. tokens, positions: LongTensor [B, T]; valid: bool
+        [B, T]. states: [B, T, n · hidden], the inputs of the n layers of `layer_inputs` at these tokens; None without
+        any."""
         more = () if states is None else (states,)  # a drafter of the user's own need not know the argument
         for part in self.parts:
             part.feed(tokens, positions, valid, *more)

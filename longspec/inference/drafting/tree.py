@@ -27,15 +27,10 @@ LARGEST_SHARE = 0.5
 
 class TreeDrafter(Drafter):
     """A tree of static shape. Level d holds shape[d - 1] continuations, chosen over all pairs of a node of the level
-    above and a token of the vocabulary.
-
-    tree_rule "reject" samples them from the draft without replacement, for recursive rejection; "descend" takes the
-    most probable ones, as in LongSpec. At temperature 0 both rules take the most probable ones.
-
-    Lookup branches may join the tree. If fewer nodes are to be verified than both have, the most probable ones are
-    selected. Next to a sampled tree, branches are cut where they are improbable, whatever was sampled, and the other
-    nodes are the first ones in the order of sampling (see `acceptance.reject`).
-    """
+    above and a token. tree_rule "reject" samples them from the draft without replacement, for recursive rejection;
+    "descend", and both rules at temperature 0, take the most probable ones. Lookup branches may join the tree; the most
+    probable nodes of both are verified. Next to a sampled tree, branches are cut where they are improbable, whatever
+    was sampled, and the other nodes are the first ones in the order of sampling (see `acceptance.reject`)."""
 
     def __init__(
         self,
@@ -48,9 +43,9 @@ class TreeDrafter(Drafter):
         nodes: int | None = None,
         lookup: LookupBranches | None = None,
     ) -> None:
-        """draft: None makes a new one; it has room for the whole tree. nodes: nodes to be verified, the root included;
-        None verifies the whole tree and all branches. lookup: the branches; None for a tree without. Several drafters
-        may have one draft and one lookup. Each token is then fed to one of them."""
+        """draft: with room for the whole tree; None makes a new one. nodes: nodes to be verified, the root included;
+        None for all of tree and branches. Several drafters may have one draft and one lookup, each token then fed to
+        one."""
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
@@ -101,8 +96,7 @@ class TreeDrafter(Drafter):
         return part
 
     def cut(self, nodes: int, levels: int) -> "TreeDrafter":
-        """A drafter that grows the first `levels` levels of the same tree and verifies `nodes` nodes. It shares the
-        draft and the lookup."""
+        """One on the same draft and lookup that grows the first `levels` levels and verifies `nodes` nodes."""
         part = copy(self)
         part.kind = (self.kind, nodes, levels)
         if levels < len(self.shape):
@@ -175,9 +169,8 @@ class TreeDrafter(Drafter):
 
 
 def least_scores(nodes: int, lookup: LookupBranches) -> Tensor:
-    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree. nodes:
-    number of verified nodes of tree and branches together. The entry is infinite for nodes beyond the share of the
-    branches."""
+    """The log-probability [K, D] that each node of the branches needs to be verified next to a sampled tree, infinite
+    beyond the share of the branches. nodes: number of verified nodes in all."""
     steps = torch.arange(lookup.depth, device=lookup.sizes.device)
     room = int(LARGEST_SHARE * (nodes - 1))
     share = lookup.sizes * min(1.0, room / lookup.nodes)

@@ -7,18 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longspec.inference import methods
 from longspec.inference.adaptive.time_cache import BatchTimes, RoundTimes, cache_key, known_times, measure_times
 from longspec.inference.cache import Fault
 from longspec.inference.drafting.chain import NoDraft
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.engine.batch_rows import BatchRows
 from longspec.inference.engine.capture import CapturedRound, compile_ahead, warm_up
-from longspec.inference.engine.modes import KINDS, Mode, SelectiveDrafter, new_drafter
 from longspec.inference.engine.prefill import DraftStarter, PromptReader
 from longspec.inference.engine.round_record import RoundResult, scores
-from longspec.inference.engine.rounds import Round, Rounds
-from longspec.inference.engine_pool import Pooled, give_back, with_released_memory
-from longspec.inference.methods import Drafting
+from longspec.inference.engine.rounds import KINDS, Mode, Round, Rounds
+from longspec.inference.engine_pool import NOT_POOLED, Pooled, give_back, with_released_memory
 from longspec.inference.process_group import repeated
 from longspec.inference.request import Sampling
 from longspec.inference.row_settings import served_penalties
@@ -39,41 +38,38 @@ class Batch(BatchRows):
     def __init__(
         self,
         runner: Runner,
-        drafting: Drafting,
+        drafting: methods.Drafting,
         max_rows: int,
         capacity: int,
         prefill_chunk: int = PREFILL_CHUNK,
-        kinds: tuple[SamplingKind, ...] = KINDS,
-        details: bool = True,
-        pooled: Pooled | None = None,
+        kind: SamplingKind | None = None,
+        pooled: Pooled = NOT_POOLED,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most prompt tokens of a captured pass. kinds,
-        details: see `EngineSettings`. pooled: the batch's entry in the pool; None for one that later calls do not
-        reuse."""
-        super().__init__(runner, max_rows, capacity, kinds[0].penalties)
-        self.kinds = kinds
-        self.details = details
+        """capacity: slots per row of the target's cache. prefill_chunk: most tokens of a captured pass. kind: see
+        `EngineSettings`."""
+        self.kinds, self.details = KINDS if kind is None else (kind,), kind is None
+        super().__init__(runner, max_rows, capacity, self.kinds[0].penalties)
         # Rounds of one token per row take nearly as long for more rows, and each size costs a warm-up.
-        factor = 4 if drafting.method == "vanilla" and not details else 2
+        factor = 4 if drafting.method == "vanilla" and not self.details else 2
         powers = (factor**number for number in range(max_rows.bit_length()))
         self.sizes = sorted({max_rows, *(size for size in powers if size < max_rows)})
         if not runner.capturable:
             self.sizes = list(range(1, max_rows + 1))
-        if pooled is not None and pooled.is_whole:
+        if pooled.is_whole:
             self.sizes = [max_rows]
         runner.prepare(capacity)
         all_rows = slice(0, max_rows)
-        sampler = self._sampler(kinds[0], all_rows).drafting()
-        self.drafter = new_drafter(runner, drafting, max_rows, sampler, is_served=len(kinds) > 1)
+        sampler = self._sampler(self.kinds[0], all_rows).drafting()
+        self.drafter = methods.make_drafter(drafting, runner, max_rows, sampler, self.details)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         layers = self.drafter.layer_inputs
         self.reader = PromptReader(runner, self.cache, prefill_chunk, layers, self.starter.feed)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
-        self.drafters: dict[SamplingKind, Drafter] = {kinds[0]: self.drafter}
+        self.drafters: dict[SamplingKind, Drafter] = {self.kinds[0]: self.drafter}
         drafter = self.drafter
-        for kind in kinds[1:]:  # those that sample share the tensors of their trees
+        for kind in self.kinds[1:]:  # those that sample share the tensors of their trees
             drafter = drafter.share(all_rows, self._sampler(kind, all_rows).drafting())
             self.drafters[kind] = drafter
         self.nodes, self.depth = self.drafter.nodes, self.drafter.depth
@@ -90,16 +86,14 @@ class Batch(BatchRows):
 
     @repeated
     def capture(self, usual: Sampling | None = None) -> None:
-        """Capture prefill and the rounds of the usual requests, if the runner can. The cache must be empty. usual: see
-        `RequestEngine.prepare`."""
+        """Capture prefill and the rounds of the `usual` requests, if the runner can. The cache must be empty."""
         if self.details:
             self.reader.capture()
         if not self.runner.capturable:
             return
+        kinds = self.kinds
         if self.details:
             self.starter.capture()
-        kinds = self.kinds
-        if len(kinds) > 1:
             usual = usual or Sampling()
             self._make_room_for_penalties([usual])
             penalties = self.kind_of([usual]).penalties
@@ -129,9 +123,8 @@ class Batch(BatchRows):
         return sum(self.setup.values())
 
     def kind_of(self, samplings: Sequence[Sampling]) -> SamplingKind:
-        """The batch's only kind; else the first of KINDS that follows all these settings, with penalties that cover
-        theirs."""
-        if len(self.kinds) == 1:
+        """The batch's only kind; else the first of KINDS that follows all these settings, with their penalties."""
+        if not self.details:
             return self.kinds[0]
         needed = sampling_kind(samplings)
         greedy = needed.rows == "greedy"
@@ -140,7 +133,7 @@ class Batch(BatchRows):
 
     def _measured_times(self, size: int) -> RoundTimes:
         """Times of the rounds of all plans, in the batch's first kind, from the cache if it has them."""
-        room = self.capacity - self.depth - 1 - self.nodes if self.pooled is None else self.pooled.room
+        room = self.pooled.room or self.capacity - self.depth - 1 - self.nodes
         kind, rows = self.kinds[0], slice(0, size)
         state = self.state(Mode(True, kind, self.plans[0], self.details), rows)
         drafter = self._drafter(rows, self._sampler(kind, rows))
@@ -152,7 +145,7 @@ class Batch(BatchRows):
             rounds = {plan: self._rounds[key] for plan, key in keys.items()}
             return measure_times(state, rounds, lambda: drafter.refill(state.cache.lengths), room)
 
-        return known_times(key, self.plans, measure)
+        return known_times(key, measure)
 
     def rounds(self, mode: Mode, rows: int) -> Round:
         """Plays rounds of the first `rows` rows, one of `sizes`; see `Rounds.round`."""
@@ -181,9 +174,9 @@ class Batch(BatchRows):
         drafter: Drafter = NoDraft()
         if mode.speculates or not self.depth:
             drafter = self._drafter(rows, sampler).for_plan(mode.plan)
-        if self.details:
-            drafter = SelectiveDrafter(drafter, self.speculates[rows])
-        return Rounds(self.runner, drafter, sampler, self.cache.narrow(rows), self.root[rows], mode.report)
+        speculates = self.speculates[rows] if self.details else None
+        cache, root = self.cache.narrow(rows), self.root[rows]
+        return Rounds(self.runner, drafter, sampler, cache, root, mode.report, speculates)
 
     def _drafter(self, rows: slice, sampler: Sampler) -> Drafter:
         """The drafter of some consecutive rows. sampler: the target's."""
@@ -204,9 +197,8 @@ class Batch(BatchRows):
 
     @repeated
     def read_prompts(self, rows: slice, chunks: Sequence[np.ndarray], start: int) -> Tensor:
-        """Read the next tokens of the prompts of some consecutive rows, which hold the positions before `start`.
-        chunks: int64, one per row. Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens`
-        reads."""
+        """Read the next tokens, int64, of the prompts of consecutive rows, which hold the positions before `start`.
+        Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens` reads."""
         ends = [start + len(chunk) for chunk in chunks]
         tokens = self.upload(chunks)
         self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
@@ -214,9 +206,8 @@ class Batch(BatchRows):
 
     @repeated
     def read_scored(self, row: int, chunk: np.ndarray, following: np.ndarray, start: int) -> list[list[float]]:
-        """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, per token.
-        chunk, following: int64; the latter is one token shorter at the end of the prompt. Waits for the device. Raises
-        ValueError for logits that are NaN."""
+        """Read the next tokens of a row's prompt; `round_record.scores` of the tokens after each of them, `following`,
+        which lacks one at the end of the prompt. Waits for the device. Raises ValueError for logits that are NaN."""
         hidden = self.reader.read_all(row, self.upload([chunk]), start)
         self._last_hidden = hidden[:, -1:]
         lines: list[list[float]] = []
@@ -236,11 +227,8 @@ class Batch(BatchRows):
         self, rows: slice, part: slice, prompts: Sequence[np.ndarray], kind: SamplingKind, scored: bool = False
     ) -> Tensor:
         """Choose the first tokens of the answers in n consecutive rows, which become the roots and join the rounds.
-
-        part: the rows among those of the newest `read_prompts`. prompts: int64, one per row. Returns fp64 [n, 3]: the
-        token, its log-probability at temperature 1 (0 without details), and the row's fault; then, if `scored`,
-        `round_record.scores` of it.
-        """
+        part: the rows among those of the newest `read_prompts`. Returns fp64 [n, 3]: the token, its log-probability at
+        temperature 1 (0 without details), and the row's fault; then, if `scored`, `round_record.scores` of it."""
         last_hidden = self._last_hidden[part]
         cache = self.cache.narrow(rows)
         cache.faults.zero_()

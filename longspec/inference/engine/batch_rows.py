@@ -69,9 +69,8 @@ class BatchRows:
 
     @repeated
     def end(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take rows out of the rounds. Of what each of them holds, the slots up to its length stay. A round in flight
-        may move a length on and store more, NaN among it. Later rounds need the slots after the length for their nodes,
-        and masked slots must be finite."""
+        """Take rows out of the rounds; their slots up to `lengths` stay. The next slots are zeroed: a round in flight
+        may store NaN in them, and masked slots must be finite."""
         numbers, stored = upload(torch.tensor([rows, lengths]), self.device)
         self.active.index_fill_(0, numbers, False)
         self.cache.lengths[numbers] = stored.int()
@@ -93,8 +92,7 @@ class BatchRows:
 
     @repeated
     def move(self, a: Sequence[int], b: Sequence[int], length: int) -> None:
-        """Move each of rows a, which run, to that of rows b, which do not run and go to rows a. length: tokens of the
-        longest one."""
+        """Exchange rows a, which run, with rows b, which do not. length: tokens of the longest one."""
         cache, settings = self.cache, self.settings
         both = upload(torch.tensor([[*a, *b], [*b, *a]]), self.device)
         for store in (cache.keys, cache.values):

@@ -24,8 +24,7 @@ _warm_kinds: WeakKeyDictionary[nn.Module, set[Hashable]] = WeakKeyDictionary()
 
 
 def compile_ahead(engines: Sequence[Rounds]) -> None:
-    """Compile the kernels of rounds at once, which `warm_up` would compile one after the other. The engines, all of one
-    runner, are left as they were."""
+    """Compile the kernels of rounds of one runner at once, which `warm_up` would compile one after the other."""
     new = [engine for engine in engines if engine.kind not in _warm_kinds.get(engine.runner.model, ())]
     if new:
         with new[0].runner.backend.compiling_only():
@@ -34,8 +33,7 @@ def compile_ahead(engines: Sequence[Rounds]) -> None:
 
 
 def warm_up(engine: Rounds) -> None:
-    """Run one round on the empty cache, unless an engine of this kind did, because capture needs compiled kernels. The
-    engine is left as it was."""
+    """Run one round on the empty cache, unless an engine of this kind did, because capture needs compiled kernels."""
     warm_kinds = _warm_kinds.setdefault(engine.runner.model, set())
     if engine.kind not in warm_kinds:
         engine.round(torch.zeros_like(engine.root, dtype=torch.bool))
@@ -46,8 +44,7 @@ class CapturedPass(Generic[T]):
     """A call as a CUDA graph on static tensors. The next run of any pass on a stream can overwrite its result."""
 
     def __init__(self, call: Callable[[], T], device: torch.device) -> None:
-        """Record the call without running it. The device continues with work that is already queued. The kernels of the
-        call must be compiled."""
+        """Record the call, whose kernels must be compiled, without running it and without waiting for the device."""
         self.call = call  # keeps the tensors that the graph works on
         self.graph = torch.cuda.CUDAGraph()
         pool = _pool_keeper(torch.cuda.current_stream()).pool()
@@ -71,8 +68,7 @@ class CapturedPass(Generic[T]):
 
 
 def capture_pass(call: Callable[[], T], device: torch.device) -> CapturedPass[T]:
-    """A `CapturedPass`; if memory runs out, torch's cached blocks are freed for a second attempt. During a capture
-    torch cannot free them itself."""
+    """A `CapturedPass`. A second attempt follows if memory runs out: torch frees no cached blocks during a capture."""
     try:
         return CapturedPass(call, device)
     except torch.OutOfMemoryError:
@@ -113,9 +109,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def _pool_keeper(replay_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """An empty graph that owns the memory pool of all passes replayed on one stream. Passes on a stream run one after
-    another, so they can share memory for their temporaries. Without a permanent owner, every call of `generate` would
-    leave the memory of its graph reserved."""
+    """An empty graph that owns the memory pool of all passes replayed on one stream, one after another. Without it,
+    every call of `generate` would leave the memory of its graph reserved."""
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream(replay_stream.device)
     with _one_at_a_time, torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_MODE):

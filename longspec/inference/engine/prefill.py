@@ -1,7 +1,4 @@
-"""Prefill: passes over chunks of prompts, of one row or of several next to each other.
-
-Where FlashAttention-3 runs, a chunk of one row can be a CUDA graph. `DraftStarter` starts the drafter on prompts.
-"""
+"""Prefill: passes over chunks of prompts, of one row (which FlashAttention-3 runs as a CUDA graph) or several."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +17,7 @@ from longspec.models.target_attention import LayerInputs
 PREFILL_TOKENS = 4096
 """Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
 PREFILL_ROWS = 8
-"""Largest number of rows per pass, unless one pass reads all their tokens. Each pass reads the prefix of its rows
-again, so chunks must be long."""
+"""Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 
@@ -63,9 +59,9 @@ class PromptReader:
             self._passes[size] = capture_pass(chunk, self.tokens.device)
 
     def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
-        """Read tokens, LongTensor [n, T], of n consecutive rows at positions start, start + 1, ... ends: the length of
-        each row after the pass, which is at most start + T; tokens past it are padding. Returns the hidden states [n,
-        1, hidden] at the last token of each row; the next call may overwrite them."""
+        """Read tokens, LongTensor [n, T], of n consecutive rows from position `start` on. ends: length of each row
+        after it; tokens past it are padding. Returns the hidden states [n, 1, hidden] at the last tokens until the next
+        call."""
         count = tokens.shape[1]
         room = self.cache.keys.shape[3] - start
         size = min((size for size in self._passes if count <= size <= room), default=None)
@@ -122,11 +118,8 @@ class PromptReader:
 
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
-    """Groups of consecutive rows that are read in one pass each, all from the same position on.
-
-    unread: row number and number of unread tokens of each row that has any, in ascending order. most_tokens: largest
-    number of tokens of a pass.
-    """
+    """Groups of consecutive rows that are read in one pass each of at most `most_tokens` tokens. unread: row number and
+    number of unread tokens of each row that has any, in ascending order."""
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:

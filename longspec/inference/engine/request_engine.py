@@ -1,7 +1,4 @@
-"""The engine: requests in, events out. It owns prefill, rounds, rows, captured rounds, plans and memory.
-
-It runs on the thread that calls `step`. The server's scheduler is a thread around it.
-"""
+"""The engine: requests in, events out. It runs on the thread that calls `step`; the scheduler is a thread around it."""
 
 import time
 from collections.abc import Hashable
@@ -10,13 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from longspec.errors import UserError
-from longspec.inference import engine_pool, memory
+from longspec.inference import engine_pool, memory, methods
 from longspec.inference.arguments import check_request
 from longspec.inference.device import free_bytes
 from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
-from longspec.inference.engine.batch import KINDS, PREFILL_CHUNK, Batch, new_drafter
+from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
 from longspec.inference.engine.requests import OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.worker import Worker
@@ -25,7 +22,7 @@ from longspec.inference.methods import Drafting, list_length, uses_draft
 from longspec.inference.process_group import end_calls, repeat_calls
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import GREEDY, SamplingKind
+from longspec.inference.sampling import GREEDY, GREEDY_KIND, SamplingKind
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import least_over_ranks, model_parallel_rank_and_size
 from longspec.models.target_files import position_limit
@@ -43,27 +40,26 @@ class EngineSettings:
     memory: int | None = None
     """Bytes for their caches and passes; None takes 90% of the free memory."""
     longest: int | None = None
-    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None gives rows up to the
-    target's whole context."""
+    """Most tokens of a prompt and its answer, for which rows are given up if memory is short; None gives rows up
+    to the target's whole context."""
     prefill_chunk: int = PREFILL_CHUNK
     """Most prompt tokens that are read between two rounds."""
     attention: str = "auto"
     """As for `longspec.generate`."""
     compile: bool = True
     """As for `longspec.generate`."""
-    kinds: tuple[SamplingKind, ...] = KINDS
-    """The kinds of sampling of the requests: KINDS for any, or a single one."""
-    details: bool = True
-    """Whether requests may ask for log-probabilities and traces, and to decode without speculation."""
+    kind: SamplingKind | None = None
+    """How all requests are sampled. None for a server: its requests may have any settings, and ask for
+    log-probabilities, traces, and decoding without speculation."""
     refill: int = 1
-    """Rows that must be idle before waiting requests get any, as long as others run. A pass over few short prompts
-    takes nearly as long as one over many, so more rows mean more tokens per second, and a longer wait."""
+    """Rows that must be idle before waiting requests get any, as long as others run. More mean more tokens per second,
+    because a pass over few short prompts takes nearly as long as one over many, and a longer wait."""
     together: bool = False
     """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
     Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
     in_blocks: bool = False
     """Whether events may bring the tokens of many rounds of method "vanilla" at once. The host then has nothing to do
-    for a row until its answer ends. Not with `details`."""
+    for a row until its answer ends. Not for a server."""
 
 
 class RequestEngine:
@@ -76,17 +72,17 @@ class RequestEngine:
         self.batch = repeat_calls(_build, model, {"settings": settings})
         chunk = None if settings.together else settings.prefill_chunk
         self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
-        self.longest = memory.longest_request(model.config, self.batch.capacity, self.batch.depth, self.batch.nodes)
+        batch = self.batch
+        self.longest = min(position_limit(model.config), batch.capacity - batch.depth - 1 - batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
         self._is_closed = False
 
     def prepare(self, usual: Sampling | None = None) -> None:
-        """Before the first step: measure the plans of method "auto", and capture what the usual requests need, or what
-        all need if they start together. Otherwise each kind of round is captured when it is first played. usual:
-        settings of most requests, whose penalties the captured rounds have."""
+        """Before the first step: measure the plans of method "auto", and capture what most requests need. Other rounds
+        are captured when they are first played. usual: settings whose penalties the captured rounds have."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
-            if self.settings.together or self.settings.details:
+            if self.settings.together or self.settings.kind is None:
                 self.batch.capture(usual)
             self.batch.measure()
 
@@ -115,21 +111,20 @@ class RequestEngine:
             self._is_closed = True
             if keeps:
                 self.worker.wait()
-                if self.batch.pooled is not None:
+                if self.batch.pooled.kind is not None:
                     self.batch.retire()
             end_calls()
 
 
 def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
-    """The batch of an engine with these settings. One that an earlier engine left is taken if the requests are known.
-    The batch has room for `longest` tokens per row, rounded up."""
+    """A batch for these settings, `longest` rounded up: that of an earlier engine, if the requests are known."""
     runner = make_runner(model, settings.attention, settings.compile)
     with torch.no_grad(), torch.cuda.device_of(model.lm_head.weight):
         if settings.longest is None:
             return _new_batch(runner, settings, None)
         room = engine_pool.rounded_room(settings.longest, position_limit(runner.config))
         sizes = settings.max_rows, settings.max_rows, size_class(room)
-        kernels = KernelKey(runner.kind, settings.drafting, settings.kinds[0], *sizes)
+        kernels = KernelKey(runner.kind, settings.drafting, settings.kind or GREEDY_KIND, *sizes)
         kind = engine_pool.batch_kind(kernels, runner), settings.together
         if (batch := engine_pool.borrow(kind, room, runner)) is not None:
             return batch
@@ -139,8 +134,8 @@ def _build(model: GlideMixin, settings: EngineSettings) -> Batch:
 
 def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batch:
     """kind: the batch's key in the pool; None for a batch that is not kept."""
-    drafting, room, is_served = settings.drafting, settings.longest or 0, len(settings.kinds) > 1
-    drafter = new_drafter(runner, drafting, 1, GREEDY, is_served)
+    drafting, room, is_served = settings.drafting, settings.longest or 0, settings.kind is None
+    drafter = methods.make_drafter(drafting, runner, 1, GREEDY, is_served)
     # Whether one row can start after another. A drafting method of the user's own need not support it.
     shares = type(drafter).share is not Drafter.share
     if not shares and is_served:
@@ -150,12 +145,12 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
         capacity = memory.slots_for(room, drafter.depth, drafter.nodes)
     else:
         rows, capacity = _fitting(runner, settings, rows, drafter.nodes)
-    pooled = None
+    pooled = engine_pool.NOT_POOLED
     if kind is not None:
         size = settings.max_rows * memory.row_bytes(runner.config, runner.dtype, room + drafter.depth, drafter.nodes)
         size += head_bytes(runner.config, runner.dtype, list_length(runner.model, drafting), settings.max_rows)
         pooled = engine_pool.Pooled(kind, room, size, settings.together)
-    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kinds, settings.details, pooled)
+    return Batch(runner, drafting, rows, capacity, settings.prefill_chunk, settings.kind, pooled)
 
 
 def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) -> tuple[int, int]:

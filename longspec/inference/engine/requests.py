@@ -1,7 +1,4 @@
-"""The interface of the scheduler: requests, the events that answer them, and the errors that refuse them.
-
-Importing it loads no library.
-"""
+"""The interface of the scheduler: requests, events and errors. Importing it loads no library."""
 
 import time
 from collections import Counter
@@ -18,13 +15,12 @@ if TYPE_CHECKING:
     from longspec.inference.adaptive.lookup_trace import LookupTrace
 
 Origin = Literal["target", "draft", "lookup"]
-"""The source of an emitted token: the target itself (a row's first token and every bonus token), or an accepted
-proposal of a draft (GLIDE's, or MagicDec's sparse target) or of prompt lookup. What both propose counts as lookup."""
+"""The source of a token: the target (first and bonus tokens), or an accepted proposal of a draft or of prompt lookup.
+What both propose counts as lookup."""
 
 
 def round_origins(from_lookup: Sequence[bool]) -> list[Origin]:
-    """The origins of a round's tokens: those of its accepted nodes, then that of the bonus token. from_lookup: whether
-    each accepted node comes from prompt lookup."""
+    """The origins of a round's tokens. from_lookup: whether each accepted node comes from prompt lookup."""
     return [*("lookup" if is_match else "draft" for is_match in from_lookup), "target"]
 
 
@@ -51,13 +47,12 @@ class Request:
     max_new_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer; the one that occurs is emitted last. Stop strings are the caller's task: `cancel`."""
+    """Tokens that end the answer; the one that occurs is emitted last."""
     speculate: bool = True
     """False decodes as `vanilla`: one token per round."""
     logprobs: bool = False
     alternatives: int = 0
-    """Most probable tokens to report with the log-probability of each token, 0 to MOST_ALTERNATIVES. Rounds
-    with such a request are not CUDA graphs."""
+    """Most probable tokens to report with each token, 0 to MOST_ALTERNATIVES. Such rounds are not CUDA graphs."""
     scores_prompt: bool = False
     """Report the log-probabilities of the prompt's tokens, too. The whole prompt is then read again."""
     trace: bool = False
@@ -96,8 +91,7 @@ class Tokens(NamedTuple):
     origins: list[Origin]
     """One per token."""
     logprobs: list[float] | None = None
-    """Natural log-probability of each token under the target at temperature 1, without top-k and top-p; None unless
-    requested."""
+    """Natural log-probability of each token under the target at temperature 1, unfiltered; None unless requested."""
     tree: Tree | None = None
     """None unless requested, and for the first token, which prefill chooses."""
     alternatives: list[Alternatives] | None = None

@@ -1,24 +1,47 @@
 """Rounds of draft, verify, accept and compact. They are the same for every method."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longspec.inference.acceptance import accept
+from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
 from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, scores
+from longspec.inference.request import FILTERS
 from longspec.inference.runner import Runner
-from longspec.inference.sampling import Sampler, SamplingKind
+from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
 from longspec.models.target_attention import LayerInputs
 
 CAPACITY_STEP = 256
 """The number of cache slots per row is a multiple of this."""
 MOST_SIZE_CLASSES = 128
 """From this number of steps on, the cache size does not change which kernels run, because splits are bounded."""
+KINDS = (GREEDY_KIND, *(SamplingKind("mixed", names) for names in ((), ("top_k", "top_p"), tuple(FILTERS))))
+"""The kinds of sampling of a server in order of what their rounds can do. The last one is captured when it is first
+needed, and so are all with penalties, which are those of SERVED_PENALTIES."""
+
+
+class Mode(NamedTuple):
+    """The rounds of one mode launch the same kernels."""
+
+    speculates: bool
+    """Whether any row speculates."""
+    sampling: SamplingKind
+    plan: Plan | None = None
+    """The plan of method "auto", if any row speculates."""
+    details: bool = True
+    """Whether log-probabilities and traces are reported."""
+    scores: bool = False
+    """Whether rounds report `round_record.scores`. They are not captured, because few requests ask for it."""
+
+    @property
+    def report(self) -> Report:
+        return Report(self.plan is not None and self.plan.kind == "tree", self.details, self.scores)
 
 
 class KernelKey(NamedTuple):
@@ -50,11 +73,8 @@ Round = Callable[[Tensor], RoundResult]
 
 @dataclass(eq=False)
 class Rounds:
-    """Decoding rounds of a ragged batch whose prompts are in the cache.
-
-    Each row has a root: its newest token, the only one that the target has not read yet. All state is in tensors that a
-    round changes in place, so that a round can be captured as a CUDA graph and replayed.
-    """
+    """Decoding rounds of a ragged batch whose prompts are in the cache. The root of a row is its newest token, the only
+    one that the target has not read. All state is in tensors that change in place, so that rounds can be captured."""
 
     runner: Runner
     drafter: Drafter
@@ -64,6 +84,8 @@ class Rounds:
     root: Tensor
     """LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
     report: Report = PLAIN
+    speculates: Tensor | None = None
+    """bool [B], changed in place: the rows whose proposals count; None for all. The others emit one token per round."""
 
     def __post_init__(self) -> None:
         self.sampler = self.sampler.on(self.runner.backend)
@@ -85,6 +107,9 @@ class Rounds:
         # Draft and verify.
         cache = self.cache.reading(active)
         proposal = self.drafter.propose(self.root, cache)
+        if self.speculates is not None:
+            # A root without children accepts nothing, and its bonus token follows the target's whole distribution.
+            proposal = replace(proposal, parents=torch.where(self.speculates[:, None], proposal.parents, -1))
         states = LayerInputs(self.drafter.layer_inputs)
         hidden = self.forward_tree(proposal, cache, states)
         logits = self.runner.logits(hidden)
@@ -140,9 +165,8 @@ class Rounds:
         return self.runner.logits(self.forward_tree(proposal, self.cache))
 
     def forward_tree(self, proposal: Proposal, cache: TargetCache, states: LayerInputs | None = None) -> Tensor:
-        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass. The nodes' keys and values
-        go to the slots of `cache` after the accepted tokens; `TargetCache.keep` moves the accepted ones into place.
-        states: collects inputs of layers at every node."""
+        """The target's hidden states [B, N, hidden] at every node of the tree, in one pass that stores keys and values
+        after the accepted tokens (see `TargetCache.keep`). states: collects inputs of layers at every node."""
         slots = cache.next_slots(proposal.tokens.shape[1])
         positions = cache.lengths[:, None] + proposal.levels
         # A row without a prefix to read attends to other slots than its nodes', and its result is not used.

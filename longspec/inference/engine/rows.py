@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longspec.inference.engine.batch import Batch
-from longspec.inference.engine.modes import Mode
 from longspec.inference.engine.requests import Ticket
+from longspec.inference.engine.rounds import Mode
 
 
 @dataclass(eq=False)
@@ -58,9 +58,9 @@ class Rows:
         return [row for row in self._rows if row.job is not None and row.job.root is not None]
 
     def take(self, prompt: np.ndarray) -> tuple[Row, Row, int]:
-        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length. These
-        are one row where a conversation goes on. Else the prefix is to be copied, and the idle row is the one that was
-        unused for the longest time. At least one token of the prompt stays to be read. One row must be idle."""
+        """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length, less
+        than P. These are one row where a conversation goes on; else the idle row is the one unused for the longest
+        time."""
         row = source = self.idle[0]
         length = 0
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.

@@ -5,20 +5,20 @@ from threading import Condition, Thread
 from typing import Any
 
 from longspec.errors import first_line
-from longspec.inference.arguments import check_integer, checked_drafting, chosen_attention
+from longspec.inference.arguments import checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
+from longspec.inference.token_options import check_integer
 from longspec.models.glide import GlideMixin, check_pair
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Answers requests from any thread. All methods may be called from any thread but the engine's own, where
-    `on_event` runs; `cancel` may be called there too."""
+    """Answers requests from any thread but the engine's own, where `on_event` runs and may call `cancel`."""
 
     def __init__(
         self,
@@ -53,8 +53,7 @@ class Scheduler:
         self._thread = Thread(target=self._run, name="longspec-engine", daemon=True)
 
     def start(self, usual: Sampling | None = None) -> None:
-        """Start the engine's thread and wait until its graphs are captured. Raises NotServing if that fails. usual: see
-        `RequestEngine.prepare`."""
+        """Start the engine's thread and wait until it is prepared for `usual` requests, or raise NotServing."""
         self._usual = usual
         self._thread.start()
         with self._changed:

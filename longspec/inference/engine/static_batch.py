@@ -26,14 +26,11 @@ class StaticBatch(Rounds):
         lengths: Sequence[int],
         max_new_tokens: int,
     ) -> None:
-        """Allocate the caches. `prefill` reads the prompts. prompts: LongTensor [B, P], padded on the right.
-        lengths: tokens per row without padding, at least 1. max_new_tokens: per row; the cache has room for
-        them."""
+        """Allocate the caches. prompts: LongTensor [B, P], padded on the right, with `lengths` real tokens."""
         self.prompts = prompts
         self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
-        positions = sampler.settings.positions if sampler.has_settings else None
-        sampler.reserve(capacity)
+        positions = sampler.reserve(capacity)
         cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, positions)
         super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
         runner.prepare(capacity)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from longspec.inference.server.errors import ApiError, error_response
+from longspec.inference.server.errors import ApiError
 
 OPEN_PATHS = ("/", "/health")
-"""Paths that need no key."""
+"""Paths that need no key: the page has to load before it can ask for one, and health checks of containers have none."""
 
 
 class AccessCheck:
@@ -18,28 +18,21 @@ class AccessCheck:
 
     def __init__(self, app: ASGIApp, api_key: str | None, hosts: Sequence[str]) -> None:
         """api_key: None needs none. hosts: accepted names; "*" is any."""
-        self.app = app
-        self.expected = None if api_key is None else api_key.encode()
-        self.hosts = frozenset(host.lower() for host in hosts)
+        self.app, self.api_key, self.hosts = app, api_key, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self.app if refusal is None else error_response(refusal))(scope, receive, send)
+        await (self.app if refusal is None else refusal.response)(scope, receive, send)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         # A dot that ends a name and a port may follow. Colons of an IPv6 address are in brackets. Names have no case.
         name = headers.get("host", "")
         if "*" not in self.hosts and re.sub(r"\.?(:\d*)?$", "", name).lower() not in self.hosts:
-            served = ", ".join(sorted(self.hosts))
-            message = f"the host '{name}' is not served here, only {served}; an API key lifts this limit"
-            return ApiError(400, message, close=True)
-        # The page has to load before it can ask for the key, and health checks of containers have none.
-        if self.expected is None or path in OPEN_PATHS or self._has_key(headers, self.expected):
-            return None
-        return ApiError(401, "a valid API key is needed, as the header 'Authorization: Bearer KEY'", close=True)
-
-    def _has_key(self, headers: Headers, expected: bytes) -> bool:
-        """Takes the same time for every key of one length."""
+            served = ", ".join(self.hosts)
+            return ApiError(400, f"the host '{name}' is not served here, only {served}; an API key lifts this limit")
+        # The name of a scheme has no case. The comparison takes the same time for every key of one length.
         scheme, _, key = headers.get("authorization", "").strip().partition(" ")
-        # The name of a scheme has no case.
-        return hmac.compare_digest(key.strip().encode(), expected) and scheme.lower() == "bearer"
+        is_own = hmac.compare_digest(key.strip().encode(), (self.api_key or "").encode())
+        if self.api_key is None or path in OPEN_PATHS or (is_own and scheme.lower() == "bearer"):
+            return None
+        return ApiError(401, "a valid API key is needed, as the header 'Authorization: Bearer KEY'")

@@ -1,7 +1,7 @@
 """The text of an answer, token by token, up to a stop string."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -22,6 +22,11 @@ class Piece:
     special: str = ""
     """The content of a special token, which is not part of the text, but which a stop string can match."""
 
+    @property
+    def matched(self) -> str:
+        """What stop strings are looked for in."""
+        return self.special or self.text
+
 
 class AnswerText:
     """Detokenizes an answer, and holds text back while it may be the beginning of a stop string."""
@@ -33,10 +38,8 @@ class AnswerText:
         self.tokens = 0
         """Number of tokens up to the end of the answer, those of a stop string included."""
         self._detokenizer = Detokenizer(tokenizer)
-        self._specials: dict[int, str] = {}
-        if stops:
-            added = tokenizer.added_tokens_decoder.items()
-            self._specials = {token: entry.content for token, entry in added if entry.special}
+        added = tokenizer.added_tokens_decoder.items() if stops else ()
+        self._specials = {token: entry.content for token, entry in added if entry.special}
         self._held: list[Piece] = []
 
     def add(self, event: Tokens) -> list[Piece]:
@@ -49,61 +52,43 @@ class AnswerText:
             self._held.append(Piece(token, text, origin, logprob, alternatives, self._specials.get(token, "")))
             if self.stops and self._cut():
                 break  # the round's further tokens are not part of the answer
-        return self._release(at_end=False)
+        return self._release(self._unsure())
 
     def end(self) -> list[Piece]:
         """The pieces still held, when no token follows. The last one ends with U+FFFD if its character is cut off."""
-        if self._held or not self.stopped:
-            rest = self._detokenizer.end()
-            if rest and not self._held:
-                self._held.append(Piece(None, rest, "target"))
-            elif rest:
-                self._held[-1].text += rest
+        if not self.stopped and (rest := self._detokenizer.end()):
+            self._held.append(Piece(None, rest, "target"))
             self._cut()
-        return self._release(at_end=True)
+        return self._release(unsure=0)
 
     def _cut(self) -> bool:
-        """End the held text before the first stop string in it."""
+        """End the held text before the first stop string in it, if there is one."""
         # A stop string can span several tokens, but never released text: `_unsure` holds its beginnings back.
-        cuts = []
-        for texts in self._views():
-            whole = "".join(texts)
-            starts = [start for start in map(whole.find, self.stops) if start >= 0]
-            if starts:
-                cuts.append(_split(texts, min(starts)))
-        if not cuts:
+        text = "".join(piece.matched for piece in self._held)
+        starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
+        if not starts:
             return False
-
-        count, rest = min(cuts)
-        kept = self._held[:count]
-        if rest:
-            kept.append(replace(self._held[count], text=self._held[count].text[:rest]))
-        self._held, self.stopped = kept, True
+        self.stopped, left = True, min(starts)
+        held, self._held = self._held, []
+        for piece in held:
+            if left <= 0:
+                break
+            self._held.append(piece)
+            left -= len(piece.matched)
+            piece.text = piece.text[: len(piece.text) + min(left, 0)]
         return True
 
-    def _views(self) -> list[list[str]]:
-        """The texts of the held pieces, as they are shown and, if it differs, with the special tokens."""
-        shown = [piece.text for piece in self._held]
-        with_special = [piece.special or piece.text for piece in self._held]
-        return [shown] if with_special == shown else [shown, with_special]
+    def _unsure(self) -> int:
+        """Number of characters at the end of the held text that may be the beginning of a stop string."""
+        text = "".join(piece.matched for piece in self._held)
+        longest = 0 if self.stopped else max(map(len, self.stops), default=0)
+        lengths = range(min(len(text), longest), 0, -1)
+        return next((n for n in lengths if text.endswith(tuple(stop[:n] for stop in self.stops))), 0)
 
-    def _unsure(self, text: str) -> int:
-        """Number of characters at the end of a text that may be the beginning of a stop string."""
-        if self.stopped or not self.stops:
-            return 0
-        longest = min(len(text), max(map(len, self.stops)) - 1)  # the whole string would have been found
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.stops):
-                return length
-        return 0
-
-    def _release(self, at_end: bool) -> list[Piece]:
-        """Take pieces off the held ones: at the end all, else those that no stop string can reach."""
-        count = len(self._held)
-        for texts in [] if at_end else self._views():
-            free = sum(map(len, texts)) - self._unsure("".join(texts))
-            lengths = accumulate(map(len, texts))
-            count = min(count, sum(length <= free for length in lengths))
+    def _release(self, unsure: int) -> list[Piece]:
+        """Take pieces off the held ones: all but those of the last `unsure` characters."""
+        ends = list(accumulate(len(piece.matched) for piece in self._held))
+        count = sum(end <= ends[-1] - unsure for end in ends)
         released, self._held = self._held[:count], self._held[count:]
         return released
 
@@ -117,18 +102,7 @@ def prompt_pieces(tokenizer: Any, ids: Sequence[int], text: str | None, scores: 
     if text not in (None, "".join(texts)):  # the tokenizer changes it, or the text names special tokens
         texts = [text, *[""] * (len(ids) - 1)]
     pieces = [Piece(token, part, "prompt") for token, part in zip(ids, texts, strict=True)]
-    following = iter(pieces[1:])
-    for part in scores:
-        # The pieces come last, because zip takes one from each before it finds that another has ended.
-        for logprob, alternatives, piece in zip(part.logprobs, part.alternatives, following, strict=False):
-            piece.logprob, piece.alternatives = logprob, alternatives
+    known = [pair for part in scores for pair in zip(part.logprobs, part.alternatives, strict=True)]
+    for piece, (logprob, alternatives) in zip(pieces[1:], known, strict=False):
+        piece.logprob, piece.alternatives = logprob, alternatives
     return pieces
-
-
-def _split(texts: Sequence[str], length: int) -> tuple[int, int]:
-    """The number of whole texts in the first `length` characters of all, and the characters of the next one."""
-    for count, text in enumerate(texts):
-        if length == 0 or len(text) > length:
-            return count, length
-        length -= len(text)
-    return len(texts), 0

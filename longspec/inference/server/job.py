@@ -24,7 +24,11 @@ from longspec.inference.engine.requests import (
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
 from longspec.inference.server.errors import ApiError
-from longspec.inference.server.metrics import Latencies
+from longspec.inference.server.metrics import Metrics
+from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
+
+REFUSALS = {QueueFull: 429, NotServing: 503, UserError: 400}
+"""The status for each reason of the engine to refuse a request."""
 
 
 @dataclass
@@ -38,10 +42,6 @@ class Delta:
     """Set in the last delta of a choice."""
     timings: Timings | None = None
 
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
 
 @dataclass
 class Choice:
@@ -51,7 +51,6 @@ class Choice:
     """time.perf_counter() of the newest token."""
     ended: bool = False
     prompt_scores: list[PromptScores] = field(default_factory=list)
-    is_echoed: bool = False
 
 
 @dataclass
@@ -60,30 +59,32 @@ class Job:
 
     engine: Scheduler
     requests: Sequence[Request]
+    """Those of each prompt follow one another, `body.n` per prompt."""
+    body: ChatRequest | CompletionRequest
     tokenizer: Any
-    stops: Sequence[str]
     deadline: float
     """Time of the event loop at which the job fails."""
-    latencies: Latencies
-    echoed: Sequence[str | None] | None = None
-    """The prompts that begin the answers, one per choice: text, or None for the text of the token ids."""
-    drops_answers: bool = False
-    """Whether only the prompts are wanted."""
+    metrics: Metrics
     choices: list[Choice] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue()
+        self._drops_answers = self.body.token_limit == 0
 
     def submit(self) -> None:
         """Submit all choices or none. Raises ApiError."""
+        stops = [stop for stop in self.body.stop if stop]
         try:
             for index, request in enumerate(self.requests):
                 ticket = self.engine.submit(request, partial(self._receive, index))
-                self.choices.append(Choice(AnswerText(self.tokenizer, self.stops), ticket))
-        except (QueueFull, RequestTooLarge, UserError, NotServing) as error:
+                self.choices.append(Choice(AnswerText(self.tokenizer, stops), ticket))
+        except tuple(REFUSALS) as error:
             self.cancel()
-            raise _refusal(error) from error
+            status = next(status for kind, status in REFUSALS.items() if isinstance(error, kind))
+            code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else None
+            param = str(error).partition(":")[0] if isinstance(error, UserError) and code is None else None
+            raise ApiError(status, str(error), param, code) from error
 
     def cancel(self) -> None:
         """Give back the rows of all choices that have not ended."""
@@ -113,25 +114,19 @@ class Job:
             expiry.cancel()
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompts, each counted once."""
-        # The n choices of one prompt share its list of tokens.
-        prompts = {id(request.prompt): request.prompt for request in self.requests}
-        return sum(map(len, prompts.values()))
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompts whose keys and values were there before the request."""
-        cached: dict[int, int] = {}
-        for request, choice in zip(self.requests, self.choices, strict=True):
-            prompt = id(request.prompt)
-            # Later choices also reuse what the first one has read.
-            cached[prompt] = min(cached.get(prompt, len(request.prompt)), choice.ticket.cached_prompt_tokens)
-        return sum(cached.values())
-
-    @property
-    def new_tokens(self) -> int:
-        return 0 if self.drops_answers else sum(choice.text.tokens for choice in self.choices)
+    def usage(self) -> dict[str, Any]:
+        """The numbers of tokens. Those of a prompt count once."""
+        step = self.body.n
+        prompt = sum(len(request.prompt) for request in self.requests[::step])
+        new = 0 if self._drops_answers else sum(choice.text.tokens for choice in self.choices)
+        # Later choices of a prompt also reuse what the first one has read.
+        cached = sum(choice.ticket.cached_prompt_tokens for choice in self.choices[::step])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def _receive(self, index: int, event: Event) -> None:
         """Called on the engine's thread."""
@@ -140,22 +135,22 @@ class Job:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
     def _delta(self, index: int, event: Tokens | Finished) -> Delta:
-        choice, now = self.choices[index], time.perf_counter()
+        choice, is_first = self.choices[index], self.choices[index].newest is None
         if isinstance(event, Finished):
             delta = self._finish(index, event)
         else:
-            self.latencies.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
+            now = time.perf_counter()
+            self.metrics.note(now, choice.ticket.submitted, choice.newest, len(event.ids))
             choice.newest = now
             delta = Delta(index, choice.text.add(event), event.tree)
         if choice.text.stopped and not choice.ended:
             self.engine.cancel(choice.ticket)
             choice.ended, delta.finish_reason = True, "stop"
-        if self.drops_answers:
+        if self._drops_answers:
             delta.pieces, delta.finish_reason = [], delta.finish_reason and "length"
-        if self.echoed is not None and not choice.is_echoed:
-            choice.is_echoed = True
-            ids, text = self.requests[index].prompt, self.echoed[index]
-            delta.pieces = prompt_pieces(self.tokenizer, ids, text, choice.prompt_scores) + delta.pieces
+        if is_first and (echoed := self.body.echoed) is not None:
+            ids = self.requests[index].prompt
+            delta.pieces = prompt_pieces(self.tokenizer, ids, echoed[index], choice.prompt_scores) + delta.pieces
         return delta
 
     def _finish(self, index: int, event: Finished) -> Delta:
@@ -168,15 +163,3 @@ class Job:
         choice.ended = True
         reason: Literal["stop", "length"] = "stop" if choice.text.stopped else event.reason
         return Delta(index, pieces, None, reason, event.timings)
-
-
-def _refusal(error: Exception) -> ApiError:
-    """The response to a request that the engine refuses."""
-    message = str(error)
-    if isinstance(error, QueueFull):
-        return ApiError(429, message or "the queue is full; try again later")
-    if isinstance(error, RequestTooLarge):
-        return ApiError(400, message, code="context_length_exceeded")
-    if isinstance(error, NotServing):
-        return ApiError(503, message or "the server is stopping")
-    return ApiError(400, message, message.partition(":")[0])  # it starts with the field's name

@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,26 +29,25 @@ class Replies:
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, tokenizer: Any, logprobs: int | None, extended: bool, usage: bool) -> None:
-        """logprobs: alternatives per token; None tells no log-probabilities. extended: whether chunks have the field
-        `longspec`. usage: whether a last chunk counts the tokens."""
-        self.tokenizer, self.logprobs, self.extended, self.usage = tokenizer, logprobs, extended, usage
+    def __init__(self, model: str, job: Job) -> None:
+        self.job, self.tokenizer = job, job.tokenizer
+        self.logprobs, self.extended = job.body.alternatives, job.body.longspec.tokens
+        self.usage = job.body.stream_options.include_usage
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._lengths: dict[int, int] = {}
+        self._lengths: Counter[int] = Counter()
         """Number of characters that were sent, by choice."""
 
-    def whole(self, job: Job, deltas: Sequence[Delta]) -> Body:
+    def whole(self, deltas: Sequence[Delta]) -> Body:
         """The answer once all deltas are known."""
         choices = []
-        for index in range(len(job.choices)):
+        for index in range(len(self.job.choices)):
             own = [delta for delta in deltas if delta.index == index]
             pieces = [piece for delta in own for piece in delta.pieces]
-            text = "".join(piece.text for piece in pieces)
-            fields = self._choice(text) | self._logprobs(index, pieces)
+            fields = self._choice(_text(pieces)) | self._logprobs(index, pieces)
             choices.append({"index": index, **fields, "finish_reason": own[-1].finish_reason})
-        return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(job)}
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage}
 
-    def opening(self, choices: int) -> list[Body]:
+    def opening(self) -> list[Body]:
         """The chunks before the first token."""
         return []
 
@@ -55,13 +55,13 @@ class Replies:
         """A chunk for a delta; None if there is nothing to tell."""
         if not (delta.pieces or delta.finish_reason or (self.extended and delta.tree)):
             return None
-        fields = self._delta(delta.text) | self._logprobs(delta.index, delta.pieces)
+        fields = self._delta(_text(delta.pieces)) | self._logprobs(delta.index, delta.pieces)
         body = self._chunk([{"index": delta.index, **fields, "finish_reason": delta.finish_reason}])
         return body | ({"longspec": self._extension(delta)} if self.extended else {})
 
-    def closing(self, job: Job) -> list[Body]:
+    def closing(self) -> list[Body]:
         """The chunks after the last token."""
-        return [{**self._chunk([]), "usage": _usage(job)}] if self.usage else []
+        return [{**self._chunk([]), "usage": self.job.usage}] if self.usage else []
 
     def _chunk(self, choices: list[Body]) -> Body:
         body = {**self.head, "object": self.chunk_kind, "choices": choices}
@@ -72,15 +72,15 @@ class Replies:
         return {"text": text}
 
     def _delta(self, text: str) -> Body:
-        return {"text": text}
+        return self._choice(text)
 
     def _logprobs(self, index: int, pieces: Sequence[Piece]) -> Body:
         if self.logprobs is None:
             return {"logprobs": None}
         offsets = []
         for piece in pieces:
-            offsets.append(self._lengths.get(index, 0))
-            self._lengths[index] = offsets[-1] + len(piece.text)
+            offsets.append(self._lengths[index])
+            self._lengths[index] += len(piece.text)
         # Text that is left over after the last token has no id, and so no log-probability.
         known = [(piece, offset) for piece, offset in zip(pieces, offsets, strict=True) if piece.id is not None]
         return {"logprobs": self._logprob_fields(known)}
@@ -119,9 +119,9 @@ class Replies:
 class ChatReplies(Replies):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def opening(self, choices: int) -> list[Body]:
+    def opening(self) -> list[Body]:
         fields = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._chunk([{"index": index, **fields}]) for index in range(choices)]
+        return [self._chunk([{"index": index, **fields}]) for index in range(len(self.job.choices))]
 
     def _choice(self, text: str) -> Body:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -142,11 +142,5 @@ class ChatReplies(Replies):
         return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
-def _usage(job: Job) -> Body:
-    prompt, new = job.prompt_tokens, job.new_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
-    }
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)

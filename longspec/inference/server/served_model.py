@@ -1,21 +1,24 @@
 """The model that a server answers for: its names, its tokenizer, and how it reads prompts."""
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any
 
+from transformers import GenerationConfig
+
+from longspec.data.records import RecordError
 from longspec.errors import UserError
+from longspec.inference.arguments import check_sampling
 from longspec.inference.engine.requests import Request
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.server.errors import ApiError, encodable
+from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.server.sampling_defaults import WITHOUT_CONFIG, SamplingDefaults
-from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, word_ids
+from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, with_word_ids
 
-FIELDS = {"min_new_tokens": "min_tokens"}
-"""Fields of requests with other names than the options."""
+SETTINGS: dict[str, Any] = {"temperature": 1.0, **FILTERS, **TOKEN_OPTIONS}
+"""The settings of a request that a generation config may have, with the values of the target's own distribution."""
 
 
 @dataclass(frozen=True)
@@ -27,123 +30,90 @@ class ServedModel:
     tokenizer: Any
     encode: Callable[..., list[list[int]]]
     """Token ids of a list[str | list[Turn]]: texts are encoded as they are, conversations in the chat format. A second
-    argument sets variables of the chat template. Raises UserError."""
+    argument has variables of the chat template. Raises UserError."""
     stop_ids: frozenset[int]
     positions: int
     """Number of tokens that a prompt and its answer may have together."""
     vocab_size: int
-    defaults: SamplingDefaults = WITHOUT_CONFIG
-    """Settings of requests that name none."""
+    config: GenerationConfig = field(default_factory=GenerationConfig)
+    """Settings of requests that name none. As in vLLM, `do_sample` has no influence."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a value of the generation config that is of a wrong type or outside its range."""
+        try:
+            check_sampling(self.config.max_new_tokens or 1, 1.0, 1.0, 0)
+            self.sampling({}, self.stop_ids)
+        except UserError as error:
+            raise UserError(f"generation_config.{error}; correct the file, or use --generation_config none") from error
 
     @property
-    def usual(self) -> Sampling:
-        """The penalties of requests that name none."""
-        return Sampling(**token_settings(self.defaults.token_options, self.stop_ids, self.vocab_size))
+    def described_defaults(self) -> str:
+        """A line on the settings of requests that name none."""
+        values = self._settings({})
+        shown = {name: value for name, value in values.items() if name == "temperature" or value != SETTINGS[name]}
+        return f"{', '.join(f'{name} {shorten(str(value), 60)}' for name, value in shown.items())} by default"
+
+    def _settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of each of SETTINGS: the given one, else that of the generation config, else the neutral one."""
+        values = {name: given.get(name, getattr(self.config, name, None)) for name in SETTINGS}
+        values["top_k"] = 0 if values["top_k"] == -1 else values["top_k"]  # vLLM's value that keeps all tokens
+        return {name: SETTINGS[name] if value is None else value for name, value in values.items()}
+
+    def sampling(
+        self, given: Mapping[str, Any], stop_ids: frozenset[int], prompt_length: int = 0, seed: int | None = None
+    ) -> Sampling:
+        """The settings of a request that sets the given ones. Raises UserError that starts with a setting's name."""
+        values = self._settings(with_word_ids(given, self.tokenizer))
+        own = {name: values.pop(name) for name in ("temperature", *FILTERS)}
+        check_sampling(1, **own)
+        return Sampling(**own, seed=seed, **token_settings(values, stop_ids, self.vocab_size, prompt_length))
 
     def requests(self, body: ChatRequest | CompletionRequest, limits: Limits) -> list[Request]:
         """The scheduler's requests, `n` per prompt, prompt by prompt. Raises ApiError."""
-        self._check(body, limits)
-        stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
-        seeds = [None if body.seed is None else body.seed + index for index in range(body.n)]
-        return [
-            Request(
-                prompt,
-                self._new_tokens(prompt, body, limits),
-                replace(self._sampling(body, stop_ids, len(prompt)), seed=seed),
-                stop_ids,
-                speculate=body.longspec.speculate,
-                logprobs=body.alternatives is not None,
-                alternatives=body.alternatives or 0,
-                scores_prompt=body.alternatives is not None and body.echoed is not None,
-                trace=body.longspec.tokens,
-            )
-            for prompt in self._prompts(body)
-            for seed in seeds
-        ]
-
-    def ignored(self, body: ChatRequest | CompletionRequest) -> Iterator[str]:
-        """The names of the fields that have no effect."""
-        yield from body.ignored()
-        if isinstance(body, ChatRequest):
-            given = {name for name, value in body.chat_template_kwargs.items() if value is not None}
-            unused = given - self._template_variables(body).keys()
-            yield from (f"chat_template_kwargs.{encodable(name)}" for name in sorted(unused))
-
-    def _template_variables(self, body: ChatRequest) -> dict[str, Any]:
-        """The variables of a request that the chat template has."""
-        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
-        given = body.chat_template_kwargs.items()
-        return {name: value for name, value in given if value is not None and name in words and name.isidentifier()}
-
-    def _sampling(
-        self, body: ChatRequest | CompletionRequest, stop_ids: frozenset[int], prompt_length: int
-    ) -> Sampling:
-        given = {name: getattr(body, FIELDS.get(name, name), None) for name in TOKEN_OPTIONS}
-        options = {**self.defaults.token_options, **{name: x for name, x in given.items() if x is not None}}
-        try:
-            if body.bad_words is not None:
-                options["bad_words_ids"] = [*(body.bad_words_ids or []), *word_ids(body.bad_words, self.tokenizer)]
-            penalties = token_settings(options, stop_ids, self.vocab_size, prompt_length)
-        except UserError as error:
-            raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
-        own = {name: value for name in ("temperature", *FILTERS) if (value := getattr(body, name)) is not None}
-        if "top_k" in own:
-            own["top_k"] = max(0, own["top_k"])
-        return replace(self.defaults.sampling, **own, **penalties)
-
-    def _check(self, body: ChatRequest | CompletionRequest, limits: Limits) -> None:
         if body.model not in (None, self.name):
             raise ApiError(404, f"the model '{body.model}' is not served here, only '{self.name}'", "model")
-        messages = len(body.messages) if isinstance(body, ChatRequest) else 0
-        prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
-        for name, size, most in (
-            ("messages", messages, limits.max_messages),
-            ("n", prompts * body.n, limits.max_choices),
-            ("stop", len(body.stop), limits.max_stops),
-            ("stop", max(map(len, body.stop), default=0), limits.max_stop_characters),
-        ):
-            if size > most:
-                raise ApiError(400, f"{name}: {size} is above this server's limit of {most}", name)
+        choices = body.n * (len(body.prompt) if isinstance(body, CompletionRequest) else 1)
+        if choices > limits.max_choices:
+            raise ApiError(400, f"n: {choices} is above this server's limit of {limits.max_choices}", "n")
+        stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
+        given = {name: getattr(body, name, None) for name in (*SETTINGS, "bad_words")}
+        given = {name: value for name, value in given.items() if value is not None}
+        seeds = [None if body.seed in (None, -1) else body.seed + index for index in range(body.n)]
+        try:
+            return [
+                Request(
+                    prompt,
+                    self._new_tokens(prompt, body, limits),
+                    self.sampling(given, stop_ids, len(prompt), seed),
+                    stop_ids,
+                    speculate=body.longspec.speculate,
+                    logprobs=body.alternatives is not None,
+                    alternatives=body.alternatives or 0,
+                    scores_prompt=body.alternatives is not None and body.echoed is not None,
+                    trace=body.longspec.tokens,
+                )
+                for prompt in self._prompts(body)
+                for seed in seeds
+            ]
+        except UserError as error:
+            raise ApiError(400, str(error), str(error).partition(":")[0]) from error  # it starts with the field's name
 
     def _prompts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
-        if isinstance(body, ChatRequest):
-            field = "messages"
-            try:
-                turns = [message.turn for message in body.messages]
-                variables = self._template_variables(body)
-                prompts = self.encode([turns], variables) if variables else self.encode([turns])
-            except UserError as error:  # the chat template fails, or a variable has no such value
-                field = "chat_template_kwargs" if str(error).startswith("chat_template_kwargs") else "messages"
-                raise ApiError(400, str(error) if field in str(error) else f"{field}: {error}", field) from error
-        else:
-            field = "prompt"
-            prompts = [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
-        # Ids come from the client or from added tokens; one without an embedding would read foreign memory on a GPU.
-        for prompt in prompts:
-            if not prompt:
-                raise ApiError(400, f"{field}: the tokenizer makes no token of this text", field)
-            self.check_ids(prompt, field)
-        return prompts
-
-    def check_ids(self, tokens: list[int], field: str) -> None:
-        """Raise ApiError for a token id outside of the vocabulary. field: where the client put it."""
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token < self.vocab_size:
-                raise ApiError(400, f"{field}: token {token}; the vocabulary has {self.vocab_size}", field)
+        if isinstance(body, CompletionRequest):
+            return [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
+        variables = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
+        try:
+            return self.encode([[message.turn for message in body.messages]], variables)
+        except RecordError as error:  # the chat template fails
+            raise ApiError(400, f"messages: {error}", "messages") from error
 
     def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
-        """The answer's token limit: that of the request, else the room that is left, up to the server's default."""
+        """The answer's token limit: that of the request, else the room that is left, up to the server's default. The
+        engine refuses a limit above this room."""
         room = self.positions - len(prompt)
-        default = min(self.defaults.max_new_tokens or limits.default_new_tokens, room)
-        new_tokens = 1 if body.drops_answer else body.token_limit or default
-        if new_tokens == -1:
+        new_tokens = body.token_limit
+        if new_tokens is None:
+            new_tokens = min(self.config.max_new_tokens or limits.default_new_tokens, room)
+        elif new_tokens == -1:
             new_tokens = room
-        if new_tokens > room or room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens and the answer up to {max(new_tokens, 1)}; "
-                f"this server has room for {self.positions} tokens per request",
-                "messages" if isinstance(body, ChatRequest) else "prompt",
-                "context_length_exceeded",
-            )
-        return new_tokens
+        return max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one

@@ -2,11 +2,10 @@
 
 import ipaddress
 import socket
-import sys
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from longspec.errors import UserError
 
@@ -36,19 +35,14 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
         raise UserError("--api_key: must be of printable ASCII characters")
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # With the protocol named, asyncio sends small writes at once (TCP_NODELAY) instead of after 40 ms.
-        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # All addresses include those of IPv4.
+        both = host == "::" and socket.has_dualstack_ipv6()
+        bound = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise UserError(f"--host {host}: no address of this machine ({error.strerror})") from error
-    # A restarted server takes its port again at once, while old connections are in TIME_WAIT.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-        bound.listen()
-    except OSError as error:
-        bound.close()
         raise UserError(f"--host {host} --port {port}: cannot be bound ({error.strerror}); use another") from error
+    # Connections inherit it: small writes are sent at once instead of after 40 ms.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return bound
 
 
@@ -57,19 +51,10 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Says on stderr where it listens, once it does."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for bound in sockets or []:
-            print(f"listening on {url_of(bound)}", file=sys.stderr, flush=True)
-
-
-def http_server(app: FastAPI, drain_seconds: int) -> uvicorn.Server:
+def http_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end. SIGTERM and SIGINT close
     the sockets, let running and queued requests finish for up to `drain_seconds`, and are raised again afterwards, so
     that the command ends as after any signal. A second SIGINT cancels the requests."""
-    chosen: dict[str, Any] = {"lifespan": "on", "ws": "none", "http": "h11", "log_level": "warning"}
+    chosen: dict[str, Any] = {"lifespan": "off", "ws": "none", "http": "h11", "log_level": "warning"}
     chosen |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
-    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))
+    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))

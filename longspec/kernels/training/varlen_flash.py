@@ -1,4 +1,4 @@
-"""Training attention over packed segments: FlashAttention in half precision on CUDA, else torch on padded segments.
+"""Training attention over packed segments: FlashAttention in half precision on CUDA, else torch segment by segment.
 
 FlashAttention is flash-attn if it is installed, else FlashAttention-2 as torch builds it. A lag needs no mask: the
 causal mask aligns the ends of T queries and T - lag keys, so query i sees the keys up to i - lag. On Hopper the
@@ -19,7 +19,7 @@ from torch import Tensor
 from longspec.errors import UserError, first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
-from longspec.kernels.training.varlen_padded import PaddedAttention
+from longspec.kernels.training.varlen_torch import TorchAttention
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ MAX_HEAD_DIM = 256
 """Largest head_dim of FlashAttention-2."""
 
 
-def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> PaddedAttention:
+def training_attention(device: torch.device, dtype: torch.dtype, head_dim: int, use_flash: bool) -> TorchAttention:
     """The fastest attention for a pair. use_flash: whether to run flash-attn where it is installed."""
-    return FlashAttention(use_flash) if runs(device, dtype, head_dim) else PaddedAttention()
+    return FlashAttention(use_flash) if runs(device, dtype, head_dim) else TorchAttention()
 
 
 def resolve_attention(requested: str | None) -> str:
@@ -72,13 +72,13 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _torch_has_flash(device: torch.device) -> bool:
     plain = plain_gpu(device)
     if plain:
-        warn_once("attention in training runs on padded segments: %s", plain)
+        warn_once("attention in training runs segment by segment: %s", plain)
         return False
     # Before torch 2.7 the LSE of segments has another layout, as it has on ROCm.
     return torch.__version__ >= "2.7" and torch.backends.cuda.is_flash_attention_available()
 
 
-class FlashAttention(PaddedAttention):
+class FlashAttention(TorchAttention):
     """On FlashAttention where it takes the segments."""
 
     def __init__(self, use_flash: bool) -> None:
@@ -220,10 +220,10 @@ class _BlockFlash(torch.autograd.Function):
     Far keys, at a distance of BLOCK or more, are one causal call with a lag. Near keys are the visible ones at the
     distances 1 … BLOCK - 1, at most one per distance; plain torch operations add them.
 
-    In backward the weight of a key is exp(score - lse) with the LSE of the whole, so each part computes its gradient
-    from the `out` and `lse` of the whole, as the parts of ring attention do (arXiv 2310.01889):
-        dv_j = sum_i w_ij * do_i,  ds_ij = w_ij * (do_i . v_j - do_i . o_i) * scale
-        dq_i = sum_j ds_ij * k_j,  dk_j = sum_i ds_ij * q_i
+    Keys and values are the frozen target's, so only the queries have a gradient. In backward the weight of a key is
+    exp(score - lse) with the LSE of the whole, so each part computes its gradient from the `out` and `lse` of the
+    whole, as the parts of ring attention do (arXiv 2310.01889):
+        ds_ij = w_ij * (do_i . v_j - do_i . o_i) * scale,  dq_i = sum_j ds_ij * k_j
     """
 
     @staticmethod
@@ -249,30 +249,22 @@ class _BlockFlash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if any(ctx.needs_input_grad[1:3]):
+            raise NotImplementedError(
+                "block attention has no gradient of keys and values, which are the frozen target's"
+            )
         q, k, v, out, lse, *state = ctx.saved_tensors
         segments, scale = ctx.segments, ctx.scale
-        rows = segments.keys.rows
-
         saved = (q, *_visible(k, v, segments), out, lse, *state)
-        dq, far_dk, far_dv = _backward(upstream, saved, segments, scale)
-        dq = dq.to(lse.dtype)
-        # Gradients of the far part; the near part is added below.
-        dk = torch.zeros_like(k).index_copy_(0, rows, far_dk)
-        dv = torch.zeros_like(v).index_copy_(0, rows, far_dv)
-
-        keys_learn = any(ctx.needs_input_grad[1:3])  # False in training: keys and values are the frozen target's
+        dq = _backward(upstream, saved, segments, scale)[0].to(lse.dtype)
         wide = upstream.to(lse.dtype)
         mean = (wide * out).sum(-1)  # do . o
         for distance, scores in _near_scores(q, k, segments.offsets, scale):
             weight = (scores - lse.T).exp()
             near_k = _per_query_head(k.roll(distance, 0), q)
             near_v = _per_query_head(v.roll(distance, 0), q)
-            ds = (weight * ((wide * near_v).sum(-1) - mean) * scale)[..., None]
-            dq += ds * near_k
-            if keys_learn:
-                dk += _per_kv_head(ds * q, k).roll(-distance, 0)
-                dv += _per_kv_head(weight[..., None] * wide, v).roll(-distance, 0)
-        return dq.to(q.dtype), dk, dv, None, None
+            dq += (weight * ((wide * near_v).sum(-1) - mean) * scale)[..., None] * near_k
+        return dq.to(q.dtype), None, None, None, None
 
 
 def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
@@ -289,8 +281,3 @@ def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float) -> Iterato
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
     """[N, K, D] -> [N, H, D]: the KV head of each query head."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def _per_kv_head(x: Tensor, k: Tensor) -> Tensor:
-    """[N, H, D] -> [N, K, D] in k's dtype: the sum over the query heads of each KV head."""
-    return x.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)

@@ -1,11 +1,10 @@
-"""Training attention on torch's scaled_dot_product_attention, for any device and dtype.
+"""Training attention on torch's scaled_dot_product_attention, segment by segment, for any device and dtype.
 
-Segments of similar lengths are padded to one batch. Shape letters are those of CONTRIBUTING.md; N counts flattened
-tokens, G the segments of one batch, T the tokens of a padded segment. The query at offset i of a segment sees the keys
-up to i - lag, which is plain causal attention between the queries from offset `lag` on and the keys from offset 0 on.
+Shape letters are those of CONTRIBUTING.md; N counts flattened tokens, T the tokens of a segment. The query at offset i
+of a segment sees the keys up to i - lag, which is plain causal attention between the queries from offset `lag` on and
+the keys from offset 0 on.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -16,13 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from longspec.kernels.training.segments import BLOCK, Segments
 
-BUCKET = 64
-"""Segments whose lengths round up to the same multiple of this are padded to one batch."""
 CHUNK = 256
 """Queries per chunk of attention with a window or with blocks."""
 
 
-class PaddedAttention:
+class TorchAttention:
     """Attention over packed segments; differentiable. N counts flattened tokens: q [N, H, D]; k, v [N, K, D]."""
 
     def varlen(
@@ -44,43 +41,21 @@ class PaddedAttention:
 def _run(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None, block: int = 1
 ) -> Tensor:
-    """`PaddedAttention.varlen` in padded batches, where a query also sees the other keys of its newest key's block."""
+    """`TorchAttention.varlen`, where a query also sees the other keys of its newest key's block."""
     segments.check(len(q))
-    # Segments of one bucket are padded by at most BUCKET - 1 tokens.
-    groups: dict[tuple[int, int | None], list[tuple[int, int, int]]] = defaultdict(list)
+    outputs = [q[:0]]  # keeps the result differentiable if no query sees a key
     for start, length, lag in zip(segments.bounds[:-1], segments.lengths, segments.lags, strict=True):
         # Among the visible keys of a query, those from i - window to i - lag: `reach` before the newest one.
         reach = None if window is None else window - lag
-        if length > lag and (reach is None or reach >= 0):
-            groups[-(-(length - lag) // BUCKET), reach].append((start, length - lag, lag))
-
-    outputs = [q[:0]]
-    rows = [torch.empty(0, dtype=torch.long)]
-    for (_, reach), spans in groups.items():
-        # Query i of the batch is at offset lag + i, key j at offset j: plain causal attention.
-        key_starts, counts, lags = torch.tensor(spans).T[..., None]
-        query_starts = key_starts + lags
-        width = int(counts.max())
-        key_offsets = torch.arange(-(-width // block) * block)
-        query_offsets = key_offsets[:width]
-
-        padded_q = _gather(q, query_starts + query_offsets)
-        padded_k = _gather(k, key_starts + key_offsets)
-        padded_v = _gather(v, key_starts + key_offsets)
-        out = _causal(padded_q, padded_k, padded_v, scale, reach, block)
-
-        # Keep the real tokens of [G, H, T, D] only.
-        real = (query_offsets < counts).flatten().nonzero()[:, 0]
-        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, real.to(q.device)))
-        rows.append((query_starts + query_offsets).flatten()[real])
-    # Queries without a visible key keep 0.
-    return torch.zeros_like(q).index_copy(0, torch.cat(rows).to(q.device), torch.cat(outputs))
-
-
-def _gather(x: Tensor, rows: Tensor) -> Tensor:
-    """x [N, H, D] at rows [G, T] -> [G, H, T, D]; rows past the end (padding) repeat the last token."""
-    picked = x.index_select(0, rows.clamp(max=len(x) - 1).flatten().to(x.device))
-    return picked.unflatten(0, rows.shape).transpose(1, 2)
+        blind = length if reach is not None and reach < 0 else min(lag, length)
+        outputs.append(torch.zeros_like(q[:blind]))
+        if blind < length:
+            # Whole blocks of keys. Row i of the queries is at offset lag + i, row j of the keys at offset j.
+            keys = slice(start, start - (lag - length) // block * block)
+            flat = (q[start + lag : start + length], k[keys], v[keys])
+            queries, seen, values = (x.transpose(0, 1)[None] for x in flat)
+            outputs.append(_causal(queries, seen, values, scale, reach, block)[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None, block: int) -> Tensor:
@@ -115,7 +90,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None, bl
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """[G, K, T, D] -> [G, heads, T, D]. With grouped heads torch would compute dense scores outside of flash-attn."""
+    """[1, K, T, D] -> [1, heads, T, D]. With grouped heads torch would compute dense scores outside of flash-attn."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
