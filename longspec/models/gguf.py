@@ -30,8 +30,9 @@ ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 BLOCK = 2**23
 """Number of values that are dequantized at a time."""
-MAX_SHARD = "500MB"
-"""Size limit of a weight file, which is in memory while it is converted."""
+MAX_SHARD = "1GB"
+"""Size limit of a weight file, which is in memory while it is converted. Digests of smaller files read all of them (see
+`digests.WHOLE_BYTES`)."""
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16}
 """Dtypes of GGUF's types that stay."""
 
