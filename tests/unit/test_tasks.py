@@ -100,7 +100,7 @@ def test_prompts_of_the_users_own_file(tmp_path: Path) -> None:
     [
         ("{", "is not a readable JSON file"),
         ('{"qmsum": "{context}"}', "has no prompt for lcc"),
-        ('{"lcc": "{code}"}', r"lcc: must be text with \{context\} or \{input\}"),
+        ('{"lcc": "{code}"}', r"lcc: not a template .* \{context\} or \{input\}"),
         ('{"lcc": {"prompt": "{context}"}}', "lcc: must be text with"),
     ],
 )
