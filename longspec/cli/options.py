@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -113,6 +114,9 @@ def command(unset: str = "that of the target") -> Callable[[Callable[..., None]]
 
         @wraps(function)
         def run(**arguments: Any) -> None:
+            for value in arguments.values():
+                if isinstance(value, Path) and str(value).startswith("--"):
+                    raise UserError(f"{value}: an option where a path is expected; the option before it has no value")
             for name, group in groups.items():
                 arguments[name] = group(**{part.name: arguments.pop(part.name, part.default) for part in fields(group)})
             if has_token_options:

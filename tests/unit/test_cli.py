@@ -64,6 +64,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
         (["extract"], "missing argument"),
         (["no_such_command"], "'no_such_command'"),
+        (["generate", "hello", "--output", "--overwrite"], "--overwrite: an option where a path is expected"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
