@@ -40,8 +40,8 @@ class PromptRun:
     seed: int
     chat: bool = True
     """Whether a prompt of plain text is a user turn in the chat format."""
-    skips: bool = False
-    """Whether prompts that the target cannot take are left out."""
+    skips: bool | None = None
+    """Whether prompts that the target cannot take are left out; None for a command without this option."""
     token_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
     """The prompts as the target reads them, by number."""
     problems: list[str] = field(init=False, default_factory=list)
@@ -55,7 +55,8 @@ class PromptRun:
             except UserError as error:
                 self.problems.append(str(error))
         if self.problems and not self.skips:
-            raise UserError(f"{self.problems[0]}; --skip_invalid leaves such prompts out")
+            advice = "" if self.skips is None else "; --skip_invalid leaves such prompts out"
+            raise UserError(f"{self.problems[0]}{advice}")
         if not self.token_ids:
             raise UserError(f"{self.note}; no prompt is left")
 

@@ -79,6 +79,8 @@ def generate(
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])
             if output is not None:
+                if any(Path(prompt).absolute() == output.absolute() for prompt in prompts or []):
+                    raise UserError(f"--output {output}: is a file of prompts; give another")
                 with os_errors(f"--output {output}: its folder cannot be created"):
                     output.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked_file(output))

@@ -84,8 +84,8 @@ class Session:
             elif command == "/file":
                 self.add_file(argument.strip())
             else:
-                self.answer("\n\n".join([*self.files, line]))
-                self.files = []
+                files, self.files = self.files, []  # one that does not fit is not sent again
+                self.answer("\n\n".join([*files, line]))
         except UserError as error:
             self.console.print(f"error: {error}", markup=False)
 

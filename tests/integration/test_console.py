@@ -87,6 +87,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     with pytest.raises(UserError, match="line 2: a line of another pair, of other prompts"):
         raise invoke(*given, "--output", cut, code=1).exception
     invoke(*given, "--output", cut, "--overwrite")
+    asked = prompts.read_bytes()
+    error = invoke(*given, "--output", prompts, "--overwrite", code=1).exception
+    assert "is a file of prompts" in str(error) and prompts.read_bytes() == asked
     assert lines(cut)[1]["id"] == "p9"
 
 
@@ -317,6 +320,8 @@ def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
     error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
     assert error in said(session, "x" * 4500)
     assert session.turns == []
+    session.files.append("x" * 4500)
+    assert error[:24] in said(session, "a file that is too long")
     assert "8 tokens" in said(session, "hello")
 
 
