@@ -1,5 +1,6 @@
 """The command `longspec generate`: answers to prompts as JSONL."""
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -79,7 +80,7 @@ def generate(
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])
             if output is not None:
-                if any(Path(prompt).absolute() == output.absolute() for prompt in prompts or []):
+                if any(os.path.realpath(prompt) == os.path.realpath(output) for prompt in prompts or []):
                     raise UserError(f"--output {output}: is a file of prompts; give another")
                 with os_errors(f"--output {output}: its folder cannot be created"):
                     output.parent.mkdir(parents=True, exist_ok=True)

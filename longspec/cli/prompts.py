@@ -82,7 +82,7 @@ def _read(source: str, number: int) -> Iterator[Prompt]:
 
 
 def decoded(content: bytes, name: str) -> str:
-    """The text of a file, without the byte order mark that editors on Windows put first. Raises UserError."""
+    """UTF-8 text, without the byte order mark that editors on Windows put first. Raises UserError."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

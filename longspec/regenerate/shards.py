@@ -26,7 +26,7 @@ SHARDS, LARGEST = 128, 2048
 
 
 def shard_size(total: int) -> int:
-    """Prompts per shard by default: so many that a stopped run loses few answers."""
+    """Prompts per shard by default, so few that a stopped run loses little."""
     return min(-(-total // SHARDS), LARGEST)
 
 

@@ -88,7 +88,7 @@ class DraftLoss:
         target_hidden: Tensor | None,
         labels: Tensor,
         lm_head: nn.Module,
-        head: nn.Module | None,
+        head: nn.Module | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The first result of `compute`, which is `ChunkedLoss.apply` or `score_chunks`, and the metrics."""
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
@@ -168,14 +168,10 @@ class DraftScores:
 
     @torch.no_grad()
     def __call__(
-        self,
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, *heads: Any
     ) -> tuple[dict[str, Tensor], Tensor]:
-        correct, metrics = self.loss.in_chunks(score_chunks, hidden, target_hidden, labels, lm_head, head)
+        """The arguments of `DraftLoss`."""
+        correct, metrics = self.loss.in_chunks(score_chunks, hidden, target_hidden, labels, *heads)
         # The first column has no hidden state before it.
         scored = labels != IGNORED
         scored[:, 0] = False

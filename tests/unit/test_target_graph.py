@@ -45,7 +45,7 @@ def each(change: Any, passed: TargetStates) -> TargetStates:
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_path: Path) -> None:
-    """Behind what the stream had to do by then; a call for other tokens, as an evaluation's, runs its own pass."""
+    """It runs after the work that was queued. A call for other tokens, such as an evaluation's, runs its own pass."""
     from longspec.models.target_kernels import use_kernels
 
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()

@@ -44,8 +44,8 @@ class TreeDrafter(Drafter):
         lookup: LookupBranches | None = None,
     ) -> None:
         """draft: with room for the whole tree; None makes a new one. nodes: nodes to be verified, the root included;
-        None for all of tree and branches. Several drafters may have one draft and one lookup, each token then fed to
-        one."""
+        None for all of tree and branches. Drafters may share a draft and a lookup; each token is then fed to one of
+        them."""
         self.runner = runner
         self.tree_rule = tree_rule
         self.shape = tuple(shape)
