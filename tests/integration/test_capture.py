@@ -26,11 +26,6 @@ SHAPE = (2, 4, 3, 2)
 PENALTIES = {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 3}
 
 
-@pytest.fixture(autouse=True)
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Token ids and mask, padded right, and the rows alone."""
     ids, mask, rows = ragged_prompts(*lengths)
