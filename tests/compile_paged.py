@@ -19,7 +19,7 @@ POINTERS |= dict.fromkeys(("begins_ptr", "ends_ptr", "mask_starts_ptr"), "*i64")
 
 def shared_memory(tiles: Tiles, head_dim: int) -> int:
     """Bytes of shared memory in bf16, with the alignments of SGLang's pools."""
-    kernel, options = _paged_parts_kernel, tiles.options(head_dim)
+    kernel, options = _paged_parts_kernel, tiles.options(head_dim) | {"OVERLAP": True}
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     signature: dict[str, str] = {}
     for name in kernel.arg_names:

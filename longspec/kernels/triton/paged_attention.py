@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
+from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.triton.attention_tiles import (
     LOG2_E,
     Tiles,
@@ -22,6 +23,7 @@ from longspec.kernels.triton.attention_tiles import (
     share_begin,
 )
 from longspec.kernels.triton.online_softmax import finite
+from longspec.kernels.triton.overlap import overlap_options
 
 MERGE_WARPS = 2
 
@@ -87,7 +89,10 @@ def _paged_parts_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # Grid: tiles of query rows, parts, sequences x KV heads.
     part = tl.program_id(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
@@ -154,7 +159,10 @@ def _merge_parts_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     dim = tl.arange(0, BLOCK_D)
@@ -188,6 +196,8 @@ def paged_attention(
     batch, heads, nodes, head_dim = q.shape
     kv_heads = prefix.keys.shape[1]
     group = heads // kv_heads
+    # The kernel before is not ours, so only the merge may start before the parts have ended, and waits for them.
+    overlaps = describe_gpu(q.device).overlaps
     # In fp32, because rounding the parts would add to the error of their merge.
     outs = torch.empty((num_parts, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
@@ -201,6 +211,7 @@ def paged_attention(
         *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
         *(scale * LOG2_E, kv_heads, group, group * nodes, 0 if tree is None else nodes),
         **tiles.options(head_dim),
+        OVERLAP=overlaps,
     )
     _merge_parts_kernel[(batch * nodes * heads,)](
         *(outs, lses, out, batch * nodes * heads, num_parts),
@@ -208,4 +219,5 @@ def paged_attention(
         BLOCK_P=triton.next_power_of_2(num_parts),
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=MERGE_WARPS,
+        **overlap_options(overlaps),
     )
