@@ -28,13 +28,7 @@ class GlideAlgorithm(CustomSpecAlgo):
 
     # SGLang calls the next three on every algorithm, but CustomSpecAlgo lacks them.
     create_future_map = SpeculativeAlgorithm.create_future_map
-
-    def need_topk(self) -> bool:
-        """Whether a round's first level comes from the round before."""
-        return False
-
-    def carries_draft_hidden_states(self) -> bool:
-        return False
+    need_topk = carries_draft_hidden_states = has_draft_kv
 
     def handle_server_args(self, server_args: Any) -> None:
         """Complete and check the options. A wrong one ends the process with one line."""

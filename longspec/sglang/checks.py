@@ -18,14 +18,11 @@ from longspec.sglang.large_batches import most_nodes
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Supported targets by `model_type`: those whose layers all attend to the whole prefix."""
 DEFAULT_TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 32}
-DISABLED = (
-    *("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux"),
-    *("enable_hierarchical_cache", "enable_hisparse", "enable_unified_memory"),
-)
 ONLY: dict[str, Any] = {
     **{"device": "cuda", "disaggregation_mode": "null", "kv_cache_dtype": "auto", "speculative_token_map": None},
     **dict.fromkeys(("pp_size", "dcp_size", "attn_cp_size"), 1),
-    **dict.fromkeys(DISABLED, False),
+    **dict.fromkeys(("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux"), False),
+    **dict.fromkeys(("enable_hierarchical_cache", "enable_hisparse", "enable_unified_memory"), False),
 }
 """Supported values of SGLang's options. The draft reads keys and values of the target where one GPU, or its tensor
 parallel part, stores them in the model's dtype."""

@@ -86,12 +86,8 @@ class DraftModel:
         return self.layer.feature(self.backend.stream(hidden[:, None].contiguous(), self.config.rms_norm_eps))
 
     def columns(self, requests: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-        """The columns of the logits of a round of requests, LongTensor [B]: all tokens, or the C tokens of the list and
-        then each request's own.
-
-        Returns the columns' tokens, LongTensor [B, C] (None for all), and the function of hidden states
-        [B, n, hidden] -> logits [B, n, C].
-        """
+        """The columns of a round's logits: their tokens, LongTensor [B, C], the list's and then each request's own, or
+        None for all tokens; and the function of hidden states [B, n, hidden] -> logits [B, n, C]."""
         if self.listed is None:
             return None, self._logits
         extra = extra_columns(self.config.vocab_size, len(self.listed), len(requests))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +17,9 @@ from torch import Tensor
 from longspec.errors import UserError
 from longspec.kernels.shared.attention import PagedPrefix
 from longspec.kernels.shared.residual import TokenSlots
-from longspec.kernels.shared.tree import Tree, new_tree
+from longspec.kernels.shared.tree import SelectedNodes, Tree, new_tree
 from longspec.sglang.draft_model import DraftModel
 from longspec.sglang.large_batches import VerifySizes
-
-
-class DraftTree(NamedTuple):
-    """The N verified nodes of each request; parents precede their children."""
-
-    tokens: Tensor
-    """LongTensor [B, N], the root first."""
-    parents: Tensor
-    """LongTensor [B, N]: -1 for the root and for padding."""
 
 
 class Drafter:
@@ -36,12 +27,7 @@ class Drafter:
     root b is at position lengths[b], and the target has read all tokens before it."""
 
     def __init__(
-        self,
-        model: DraftModel,
-        sizes: VerifySizes,
-        pool: Any,
-        table: Tensor,
-        attend: Callable[[Tensor, PagedPrefix, Tensor], None],
+        self, model: DraftModel, sizes: VerifySizes, pool: Any, table: Tensor, attend: Callable[..., None]
     ) -> None:
         """pool: SGLang's KV pool of the target, whose buffers stay where they are. table: contiguous IntTensor
         [requests, positions], the slot of each position of a request. attend: attention to the pool (see
@@ -56,19 +42,15 @@ class Drafter:
         """Tensors in which the trees of all rounds of a batch size grow: the tree of M nodes; their depths, LongTensor
         [M]; for each level the slots of the nodes that the draft reads in a round's window, LongTensor [B, n]."""
 
-    def propose(self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None) -> DraftTree:
-        """The best nodes, the root included, of the tree of this batch size.
-
-        hidden: the target's last hidden states [B, hidden] at the positions before the roots; None if the draft does
-        not read them.
-        """
+    def propose(self, roots: Tensor, requests: Tensor, lengths: Tensor, hidden: Tensor | None = None) -> SelectedNodes:
+        """The best nodes, the root included, of the tree of this batch size. hidden: the target's last hidden states
+        [B, hidden] at the positions before the roots; None if the draft does not read them."""
         model, nodes = self.model, self.sizes.of(len(roots))[1]
         tree, levels, slots = self._growth(len(roots))
         tree.tokens[:, 0] = roots
         keys, values = self._window(requests, lengths, len(levels))
-        attention = partial(
-            model.backend.attention.window, k=keys, v=values, lengths=lengths, scale=keys.shape[3] ** -0.5
-        )
+        window = model.backend.attention.window
+        attention = partial(window, k=keys, v=values, lengths=lengths, scale=keys.shape[3] ** -0.5)
         cross_attends = self._cross_attends(requests, lengths)
         ids, logits = model.columns(requests)
         feature = None if hidden is None else model.feature(hidden)
@@ -84,8 +66,7 @@ class Drafter:
             model.layer.add_to(stream, own, self_attend, cross_attends, feature)
             model.backend.grow_level(tree, above, width, logits(stream.hidden), None, ids=ids)
             above = slice(above.stop, above.stop + width)
-        selected = model.backend.select_nodes(tree, levels, nodes, by_arrival=False)
-        return DraftTree(selected.tokens, selected.parents)
+        return model.backend.select_nodes(tree, levels, nodes, by_arrival=False)
 
     def _growth(self, batch: int) -> tuple[Tree, Tensor, tuple[Tensor, ...]]:
         if batch not in self.growths:
@@ -147,7 +128,7 @@ class Drafter:
 def candidates(parents: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """A tree in the numbers of SGLang's `build_tree_kernel_efficient`, called with N children per node.
 
-    parents: see `DraftTree`. steps: number of levels. Candidate c is a child of candidate expanded[c // N], and the
+    parents: see `SelectedNodes`. steps: number of levels. Candidate c is a child of candidate expanded[c // N], and the
     first N are the root's. Returns expanded, LongTensor [B, 1 + N * (steps - 1)], and the numbers of nodes 1 to N - 1.
     """
     nodes = parents.shape[1]

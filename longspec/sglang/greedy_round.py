@@ -1,14 +1,15 @@
-"""A greedy round as one CUDA graph: the draft, the target's pass, acceptance, and the draft's keys of the new tokens.
+"""CUDA graphs by batch size, and a greedy round as one: draft, target, acceptance, the draft's keys of the new tokens.
 
 SGLang's own round launches some 70 small kernels one by one around the target's graph, which takes the host longer than
-the device takes for all of it. This one leaves a single launch to the host. Its steps are those of
-`EAGLEWorkerV2.verify` (srt/speculative/eagle_worker_v2.py, line 1538) on the buffers of SGLang's Triton attention, none
-of whose metadata are read on the host.
+the device takes for all of it. The steps are those of `EAGLEWorkerV2.verify` (srt/speculative/eagle_worker_v2.py, line
+1538) on the buffers of SGLang's Triton attention, none of whose metadata are read on the host.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,25 +22,71 @@ from sglang.srt.speculative.spec_utils import move_accept_tokens_to_target_kvcac
 from sglang.srt.speculative.triton_ops.cache_locs import assign_extend_cache_locs_func
 from torch import Tensor
 
-from longspec.sglang.drafter import Drafter, DraftTree, candidates
+from longspec.sglang.drafter import Drafter, candidates
+
+
+class BatchGraphs:
+    """Calls `function` by replaying a CUDA graph of the next captured batch size, or directly if there is none. All
+    arguments are tensors of B rows; so are the results."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], padding: dict[str, Tensor]) -> None:
+        """padding: a row [1, ...] of every argument by its name, for the rows that a batch lacks."""
+        self.function, self.padding = function, padding
+        self.sizes: list[int] = []
+        self.inputs: dict[str, Tensor] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
+
+    def capture(self, sizes: Iterable[int], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Capture a graph for each batch size. context: opens a capture and gives an object with its `stream`."""
+        self.sizes = sorted(sizes)
+        if not self.sizes:
+            return
+        self.inputs = {name: row.repeat_interleave(self.sizes[-1], 0) for name, row in self.padding.items()}
+        pool = torch.cuda.graph_pool_handle()
+        with context() as capture:
+            for size in reversed(self.sizes):  # the largest first, whose memory the others reuse
+                inputs = {name: rows[:size] for name, rows in self.inputs.items()}
+                self.function(**inputs)  # compiles kernels
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=capture.stream):
+                    outputs = self.function(**inputs)
+                self.graphs[size] = graph, outputs
+
+    def padded(self, batch: int) -> int:
+        """The batch size at which a batch runs: the next captured one, or its own."""
+        return next((size for size in self.sizes if size >= batch), batch)
+
+    def __call__(self, **arguments: Tensor) -> tuple[Tensor, ...]:
+        batch = len(next(iter(arguments.values())))
+        size = self.padded(batch)
+        if size not in self.graphs:
+            return self.function(**arguments)
+        torch._foreach_copy_([self.inputs[name][:batch] for name in arguments], list(arguments.values()))
+        if batch < size:
+            for name in arguments:
+                self.inputs[name][batch:size] = self.padding[name]
+        graph, outputs = self.graphs[size]
+        graph.replay()
+        return outputs if batch == size else tuple(rows[:batch] for rows in outputs)
 
 
 def build_tree(
-    tree: DraftTree, lengths: Tensor, total: int, mask: Tensor | None, steps: int, topk: int
+    tokens: Tensor, parents: Tensor, lengths: Tensor, total: int, mask: Tensor | None, steps: int, topk: int
 ) -> EagleVerifyInput:
     """SGLang's form of a tree of `steps` levels. total: sum of the lengths, or a bound of it. mask: buffer of the
     tree's mask; all ones for roots alone. topk: 1 for a chain, whose accepted keys SGLang does not move."""
-    rows, nodes = tree.tokens.shape
+    rows, nodes = tokens.shape
     if steps:
         if mask is not None:  # SGLang fills all of it, and it has room for the largest batch
             mask = mask[: nodes * (total + nodes * rows)]
         mask, positions, *links, tokens = build_tree_kernel_efficient(
-            *(tree.tokens[:, 0], *candidates(tree.parents, steps), tree.tokens[:, 1:], lengths, total),
+            *(tokens[:, 0], *candidates(parents, steps), tokens[:, 1:], lengths, total),
             *(nodes, steps, nodes),
             tree_mask_buf=mask,
         )
     else:
-        tokens, positions, links = tree.tokens.flatten(), lengths, [None] * 3
+        tokens, positions, links = tokens.flatten(), lengths, [None] * 3
     fields = (tokens, mask, positions, *links, None, steps, topk, nodes, CaptureHiddenMode.FULL)
     return EagleVerifyInput(*fields, seq_lens_sum=None, seq_lens_cpu=None)
 
@@ -63,15 +110,15 @@ class GreedyRound:
         (steps, nodes), topk = drafter.sizes.of(rows), drafter.sizes.topk
         batch, backend = self._prepared(rows, nodes)
         if steps:
-            tree = drafter.propose(roots, requests, lengths, hidden)
+            drafted, parents, *_ = drafter.propose(roots, requests, lengths, hidden)
         else:
-            tree = DraftTree(roots[:, None], roots.new_full((rows, 1), -1))
+            drafted, parents = roots[:, None], roots.new_full((rows, 1), -1)
         mask, table = backend.get_verify_buffers_to_fill_after_draft()[0], drafter.table
-        verified = build_tree(tree, lengths, rows * table.shape[1], mask, steps, topk)
+        verified = build_tree(drafted, parents, lengths, rows * table.shape[1], mask, steps, topk)
         slots = assign_extend_cache_locs_func(requests, table, lengths, lengths + nodes, rows, nodes, device)
         output = self._target(copy.copy(batch), backend, verified, requests, lengths, slots)
         best = output.next_token_logits.argmax(-1).view(rows, nodes)
-        path, drafts, newest = drafter.model.backend.follow_choices(*tree, best, steps)
+        path, drafts, newest = drafter.model.backend.follow_choices(drafted, parents, best, steps)
         tokens, accepted = best.gather(1, path), (drafts + 1).int()
         numbers = path + torch.arange(0, rows * nodes, nodes, device=device)[:, None]
         if topk > 1 and steps:
@@ -80,10 +127,8 @@ class GreedyRound:
             view.req_to_token_pool, allocator = self.runner.req_to_token_pool, self.runner.token_to_kv_pool_allocator
             move_accept_tokens_to_target_kvcache(view, numbers.where(accepts, -1).int(), accepted - 1, allocator)
         drafter.store_accepted(roots, tokens[:, :-1], requests, lengths, accepted)
-        results = tokens, accepted, newest
-        if drafter.model.reads_hidden:
-            return *results, output.hidden_states[numbers[:, -1]]  # a path repeats its last node
-        return results
+        hidden_states = [output.hidden_states[numbers[:, -1]]] if drafter.model.reads_hidden else []
+        return tokens, accepted, newest, *hidden_states  # a path repeats its last node
 
     def _prepared(self, rows: int, nodes: int) -> tuple[Any, Any]:
         """SGLang's batch of `rows` requests. It reads from the device to make one, so not during a capture."""

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.distributed import get_tp_group
-from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.distributed.parallel_state import get_tp_group, graph_capture
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -31,11 +30,9 @@ from longspec.kernels.shared.device import upload
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.sglang.checks import load_layer, suits_greedy_round
 from longspec.sglang.draft_model import DraftModel
-from longspec.sglang.drafter import Drafter, DraftTree, prefill_positions
-from longspec.sglang.graphs import BatchGraphs
-from longspec.sglang.greedy_round import GreedyRound, build_tree
-from longspec.sglang.large_batches import VerifySizes
-from longspec.sglang.paged import is_triton, verify_with
+from longspec.sglang.drafter import Drafter, prefill_positions
+from longspec.sglang.greedy_round import BatchGraphs, GreedyRound, build_tree
+from longspec.sglang.large_batches import VerifySizes, verify_with
 
 
 class GlideWorker(EAGLEWorkerV2):
@@ -56,8 +53,6 @@ class GlideWorker(EAGLEWorkerV2):
         self.plan_stream, self.plan_stream_ctx = _get_plan_stream(self.device)
         # The scheduler asks for the pool of the draft's runner, and its metrics set a timer on it.
         self._draft_worker = SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=None))
-
-    # Start: the target's weights are loaded, then its pools exist, then its graphs.
 
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
@@ -86,7 +81,7 @@ class GlideWorker(EAGLEWorkerV2):
 
     def init_attention_backends(self) -> None:
         """The draft has none. That of the target has just been made."""
-        verify_with(self.runner.attn_backend, self.attend)
+        self.has_our_attention = verify_with(self.runner.attn_backend, self.attend)
 
     @torch.no_grad()
     def init_cuda_graphs(self) -> None:
@@ -95,18 +90,16 @@ class GlideWorker(EAGLEWorkerV2):
             sizes, _ = get_batch_sizes_to_capture(self.runner)
             self.propose.capture([size for size in sizes if self.sizes.of(size)[0]], graph_capture)
             self.store.capture(sizes, graph_capture)
-        self.sizes.build(self.runner, sizes, partial(verify_with, attend=self.attend))
+        self.sizes.build(self.runner, sizes, self.attend)
         # A captured target keeps its attention's metadata on the device, and its pass depends on tokens alone.
-        if sizes and is_triton(self.runner.attn_backend) and not self.runner.server_args.enable_lora:
+        if sizes and self.has_our_attention and not self.runner.server_args.enable_lora:
             with model_capture_mode():
                 self.rounds.capture(sizes, graph_capture)
-
-    # A round.
 
     @torch.no_grad()
     def forward_batch_generation(self, batch: Any, on_publish: Callable[[Tensor], None] | None = None) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            self.sizes.activate(self.runner, self.sizes.nodes)
+            self.runner.attn_backend, self.runner.decode_cuda_graph_runner = self.sizes.states[self.sizes.nodes]
             batch.capture_hidden_mode = CaptureHiddenMode.FULL
             result = self.target_worker.forward_batch_generation(batch)
             result.new_seq_lens = batch.seq_lens
@@ -117,7 +110,7 @@ class GlideWorker(EAGLEWorkerV2):
                 return self._greedy_round(batch, roots, on_publish)
             steps, nodes = self.sizes.of(self.store.padded(len(roots)))
             self.speculative_num_steps, self.speculative_num_draft_tokens = steps, nodes
-            self.sizes.activate(self.runner, nodes)
+            self.runner.attn_backend, self.runner.decode_cuda_graph_runner = self.sizes.states[nodes]
             batch.spec_info = self._draft_tree(batch, roots) if steps else self._build_trivial_verify_input(batch)
             result = self.verify(batch)
             finish = partial(self._after_verify, batch, result, roots)
@@ -146,26 +139,23 @@ class GlideWorker(EAGLEWorkerV2):
 
     def _rows(self, batch: Any, roots: Tensor) -> dict[str, Tensor]:
         """The arguments of a draft."""
-        rows = {"roots": roots, "requests": batch.req_pool_indices, "lengths": batch.seq_lens}
-        if self.model.reads_hidden:
-            rows["hidden"] = batch.spec_info.hidden_states
-        return rows
+        hidden = {"hidden": batch.spec_info.hidden_states} if self.model.reads_hidden else {}
+        return {"roots": roots, "requests": batch.req_pool_indices, "lengths": batch.seq_lens, **hidden}
 
     def _draft_tree(self, batch: Any, roots: Tensor) -> EagleVerifyInput:
-        tree = DraftTree(*self.propose(**self._rows(batch, roots)))
+        tokens, parents, *_ = self.propose(**self._rows(batch, roots))
         # The mask covers prefixes and nodes; only its size depends on the host's knowledge of the lengths.
         mask, _ = self.runner.attn_backend.get_verify_buffers_to_fill_after_draft()
         total = len(roots) * self.drafter.table.shape[1] if batch.seq_lens_sum is None else batch.seq_lens_sum
-        return build_tree(tree, batch.seq_lens, total, mask, self.speculative_num_steps, self.topk)
+        return build_tree(tokens, parents, batch.seq_lens, total, mask, self.speculative_num_steps, self.topk)
 
     def _after_prefill(self, batch: Any, result: Any) -> EagleDraftInput:
         positions = upload(prefill_positions(batch.prefix_lens, batch.extend_lens), torch.device(self.device))
         self.drafter.store(batch.input_ids.long(), positions, batch.out_cache_loc)
         for request in batch.reqs:
             self.model.note_prompt(request.req_pool_idx, [*request.origin_input_ids, *request.output_ids])
-        hidden = None
-        if self.model.reads_hidden:
-            hidden = select_last_extend_hidden(batch, result.logits_output.hidden_states)
+        states = result.logits_output.hidden_states
+        hidden = select_last_extend_hidden(batch, states) if self.model.reads_hidden else None
         return self._next_input(result.next_token_ids, hidden)
 
     def _after_verify(self, batch: Any, result: Any, roots: Tensor) -> EagleDraftInput:
@@ -174,19 +164,15 @@ class GlideWorker(EAGLEWorkerV2):
         rows, nodes = len(roots), self.speculative_num_draft_tokens
         drafted = F.pad(result.next_token_ids.view(rows, nodes), (0, self.sizes.steps - nodes))  # or cuts it
         accepted = result.accept_lens
-        place = {"requests": batch.req_pool_indices, "lengths": batch.seq_lens}
-        self.store(roots=roots, drafted=drafted, accepted=accepted, **place)
-        hidden = None
-        if self.model.reads_hidden:
-            newest = accepted + torch.arange(-1, rows * nodes - 1, nodes, device=accepted.device)
-            hidden = result.logits_output.hidden_states[newest]
+        requests, lengths = batch.req_pool_indices, batch.seq_lens
+        self.store(roots=roots, drafted=drafted, requests=requests, lengths=lengths, accepted=accepted)
+        newest = accepted + torch.arange(-1, rows * nodes - 1, nodes, device=accepted.device)
+        hidden = result.logits_output.hidden_states[newest] if self.model.reads_hidden else None
         return self._next_input(result.next_draft_input.bonus_tokens, hidden)
 
     def _next_input(self, roots: Tensor, hidden: Tensor | None = None) -> EagleDraftInput:
         unused = roots.new_empty(len(roots), 0)  # SGLang filters and joins these fields by row
         return EagleDraftInput(bonus_tokens=roots, hidden_states=hidden, topk_p=unused, topk_index=unused)
-
-    # Updates of the target's weights.
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
         self.model.read_head()

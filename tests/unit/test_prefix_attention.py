@@ -1,5 +1,10 @@
 """Sizes of the prefix kernel, and attention to paged prefixes against its reference."""
 
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +17,7 @@ pytest.importorskip("triton")
 import attention_reference
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.triton.attention_tiles import prefix_tiles
+from longspec.kernels.triton.attention_tiles import count_parts, prefix_tiles, programs_at_once
 from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 
@@ -40,6 +45,17 @@ def test_tiles_fit_the_shared_memory_of_every_gpu(dtype: torch.dtype, head_dim: 
         tiles = prefix_tiles(rows, head_dim, dtype, shared_memory)
         slots = tiles.block_m + 2 * tiles.num_stages * tiles.block_n
         assert slots * head_dim * dtype.itemsize <= shared_memory and tiles.block_n >= 16
+
+
+def test_paged_parts_share_multiprocessors_as_planned() -> None:
+    """The 32 nodes of SGLang's default tree with 6 query heads per KV head: two programs run on each of an H200's
+    multiprocessors only if Triton takes no more shared memory than planned, and the parts of a prefix fill both."""
+    tiles = prefix_tiles(192, 128, torch.bfloat16, HOPPER)
+    run = [sys.executable, str(Path(__file__).parents[1] / "compile_paged.py"), *map(str, (*tiles, 128))]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    used = int(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
+    assert programs_at_once(tiles, 128, torch.bfloat16, HOPPER) == 2 == (HOPPER + 1024) // (used + 1024)
+    assert [count_parts(6, capacity, 2 * 132) for capacity in (64, 2048, 32768)] == [1, 16, 44]
 
 
 def paged_case(lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, has_tree: bool) -> list[Any]:
@@ -70,14 +86,24 @@ def paged_case(lengths: list[int], kv_heads: int, group: int, nodes: int, head_d
     return [q, prefix, torch.full_like(q.transpose(1, 2), 7.0), tree]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param(*device.values, dtype, marks=device.marks)
+        for device, dtype in product(DEVICES, TOLERANCE)
+        if (device.values, dtype) != (("cpu",), torch.bfloat16)  # the interpreter has no bf16
+    ],
+)
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "nodes", "head_dim", "num_parts", "has_tree"),
     [
         ([200, 1, 65], 1, 3, 2, 64, 4, False),
         ([0, 90], 2, 1, 2, 80, 2, False),
+        ([0, 1, 31, 32, 33, 63, 64, 65, 128], 2, 2, 3, 32, 3, True),
         ([150, 0], 2, 3, 3, 32, 3, True),
         ([40], 1, 1, 35, 128, 2, True),
+        ([130], 1, 1, 70, 64, 1, True),
+        ([70, 3], 1, 6, 32, 16, 9, True),
     ],
 )
 def test_paged_attention_equals_the_reference(
@@ -89,13 +115,15 @@ def test_paged_attention_equals_the_reference(
     num_parts: int,
     has_tree: bool,
     device: str,
+    dtype: torch.dtype,
 ) -> None:
-    """Whole prefixes, of which some are empty, and trees of more than one block."""
+    """Whole prefixes, of which some are empty, and trees of more than one block, in one part and in many."""
     q, prefix, out, tree = paged_case(lengths, kv_heads, group, nodes, head_dim, has_tree)
-    q, out, prefix = q.to(device), out.to(device), PagedPrefix(*(x.to(device) for x in prefix))
-    tree = tree and PagedTree(*(x.to(device) for x in tree))
-    tiles = prefix_tiles(group * nodes, head_dim, torch.float32, HOPPER)
+    q, out = q.to(device, dtype), out.to(device, dtype)
+    prefix = PagedPrefix(*(x.to(device, dtype) for x in prefix[:2]), *(x.to(device) for x in prefix[2:]))
+    tree = tree and PagedTree(*(x.to(device, dtype) for x in tree[:2]), *(x.to(device) for x in tree[2:]))
+    tiles = prefix_tiles(group * nodes, head_dim, dtype, HOPPER)
     paged_attention(q, prefix, out, 0.2, num_parts, tiles, tree)
     expected = torch.zeros_like(out)
     attention_reference.paged_attention(q, prefix, expected, 0.2, tree)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

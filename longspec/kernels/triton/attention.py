@@ -18,6 +18,7 @@ from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.torch.attention import DecodingAttention
 from longspec.kernels.triton.attention_tiles import (
     Tiles,
+    count_parts,
     count_splits,
     prefix_tiles,
     programs_at_once,
@@ -70,25 +71,26 @@ class TritonAttention(DecodingAttention):
         self, q: Tensor, prefix: PagedPrefix, out: Tensor, tree: PagedTree | None = None, *, capacity: int
     ) -> None:
         """See `paged_attention`; scores are q · k / sqrt(D). capacity: largest length of a prefix."""
-        parts, tiles = self.prefix_plan(q, prefix.keys.shape[1], capacity)
+        parts, tiles = self.prefix_plan(q, prefix.keys.shape[1], capacity, is_paged=True)
         paged_attention(q, prefix, out, q.shape[3] ** -0.5, parts, tiles, tree)
 
-    def prefix_plan(self, q: Tensor, kv_heads: int, slots: int) -> tuple[int, Tiles]:
+    def prefix_plan(self, q: Tensor, kv_heads: int, slots: int, is_paged: bool = False) -> tuple[int, Tiles]:
         """Number of splits of a prefix of up to `slots` slots, and the tiles of its kernel."""
         rows = q.shape[1] // kv_heads * q.shape[2]
         shared_memory = describe_gpu(q.device).shared_memory
         tiles = prefix_tiles(rows, q.shape[3], q.dtype, shared_memory)
         at_once = programs_at_once(tiles, q.shape[3], q.dtype, shared_memory)
-        return self.splits(q, kv_heads, slots, tiles.block_m, at_once), tiles
+        return self.splits(q, kv_heads, slots, tiles.block_m, at_once, is_paged), tiles
 
-    def splits(self, q: Tensor, kv_heads: int, slots: int, tile_rows: int, at_once: int) -> int:
+    def splits(self, q: Tensor, kv_heads: int, slots: int, tile_rows: int, at_once: int, is_paged: bool = False) -> int:
         """Number of splits of a prefix of up to `slots` slots.
 
         tile_rows: query rows of a KV head that a program takes. at_once: programs that a multiprocessor runs at a time.
         """
         batch, heads, nodes, _ = q.shape
         programs = batch * kv_heads * triton.cdiv(heads // kv_heads * nodes, tile_rows)
-        return count_splits(programs, slots, at_once * describe_gpu(q.device).multiprocessors)
+        count = count_parts if is_paged else count_splits
+        return count(programs, slots, at_once * describe_gpu(q.device).multiprocessors)
 
 
 class _OneToken:

@@ -16,6 +16,10 @@ LOG2_E = 1.4426950408889634
 MOST_SPLITS = 32
 """Largest number of splits of the prefix. The tree attention kernel reads the results of all splits one by one, so more
 splits cost it more than they save."""
+MOST_PARTS = 64
+"""Largest number of parts of a paged prefix, all of which a program merges in one tile."""
+KEYS_PER_PART = 128
+"""Smallest number of keys per part of a paged prefix that fills its capacity."""
 LONG_CACHE = 16384
 """Number of cache slots from which on more splits pay off, because they fill the waves of programs evenly."""
 
@@ -101,29 +105,41 @@ def programs_at_once(tiles: Tiles, head_dim: int, dtype: torch.dtype, shared_mem
 
 
 def count_splits(programs: int, capacity: int, at_once: int) -> int:
-    """Number of splits of the prefix.
-
-    programs: programs per split. capacity: cache slots. at_once: programs that the device runs at a time (a wave).
+    """Number of splits of the prefix. Arguments as in `_filling_splits`.
 
     A short cache gets one wave, because a further split costs the tree attention kernel 0.2 to 0.3 µs, and a further
-    block of 64 keys in each split costs 0.6 to 0.7 µs: about sqrt(capacity / 16) splits are best. A long cache gets the
-    number of waves, up to 4, that leaves the least of the device idle. The tree attention kernel is compiled for each
-    number of splits, so where the capacity is the limit, the number is a power of two.
+    block of 64 keys in each split costs 0.6 to 0.7 µs: about sqrt(capacity / 16) splits are best. The tree attention
+    kernel is compiled for each number of splits, so where the capacity is the limit, the number is a power of two.
+    """
+    # The power of two at or below sqrt(capacity / 16).
+    worthwhile = 1 << (max(1, capacity // 16).bit_length() - 1) // 2
+    return min(_filling_splits(programs, capacity, at_once), worthwhile, MOST_SPLITS)
+
+
+def count_parts(programs: int, capacity: int, at_once: int) -> int:
+    """Number of parts of a paged prefix and its tree. Arguments as in `_filling_splits`.
+
+    A program merges all parts of a row at once and skips empty ones, so more parts pay off than splits.
+    """
+    return max(1, min(_filling_splits(programs, capacity, at_once), capacity // KEYS_PER_PART, MOST_PARTS))
+
+
+def _filling_splits(programs: int, capacity: int, at_once: int) -> int:
+    """Number of splits that fill the device: those of one wave or, for a long cache, of the number of waves, up to 4,
+    that leaves the least of the device idle.
+
+    programs: programs per split. capacity: cache slots. at_once: programs that the device runs at a time (a wave).
     """
     candidates = [max(1, waves * at_once // programs) for waves in range(1, 5)]
+    if capacity < LONG_CACHE:
+        return candidates[0]
 
     def idle_share(splits: int) -> float:
         waves = -(-splits * programs // at_once)
         return 1 - splits * programs / (waves * at_once)
 
     least_idle = min(candidates, key=idle_share)
-    filling = next((splits for splits in candidates if idle_share(splits) < 0.05), least_idle)
-    if capacity < LONG_CACHE:
-        filling = candidates[0]
-
-    # The power of two at or below sqrt(capacity / 16).
-    worthwhile = 1 << (max(1, capacity // 16).bit_length() - 1) // 2
-    return min(filling, worthwhile, MOST_SPLITS)
+    return next((splits for splits in candidates if idle_share(splits) < 0.05), least_idle)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Attention to a paged prefix and to a tree after it: split-KV flash decoding over a list of slots, then a merge.
 
-Each program takes one share of a sequence's prefix, or its tree, so the time of a long prefix does not depend on the
-number of sequences. Grids follow from shapes alone and lengths stay on the device, so a CUDA graph may capture both
+Each program takes one share of a sequence's keys, so the time of a long prefix does not depend on the number of
+sequences. Grids follow from shapes alone and lengths stay on the device, so a CUDA graph may capture both
 launches and replay them at other lengths.
 """
 
@@ -13,18 +13,28 @@ import triton.language as tl
 from torch import Tensor
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, load_key_tile, load_query_tile, share_begin
+from longspec.kernels.shared.device import describe_gpu
+from longspec.kernels.triton.attention_tiles import (
+    LOG2_E,
+    Tiles,
+    load_block,
+    load_key_tile,
+    load_query_tile,
+    share_begin,
+)
 from longspec.kernels.triton.online_softmax import finite
+from longspec.kernels.triton.overlap import overlap_options
 
 MERGE_WARPS = 2
 
 
-# One step of online softmax over a block of keys and values [BLOCK_N, D], visible [BLOCK_M, BLOCK_N], in base 2:
-#   scores = scale * q . k;  m' = max(m, max scores);  sum = sum * 2^(m - m') + sum 2^(scores - m');  acc likewise.
+# One step of online softmax over a block of keys and values [BLOCK_N, D], in base 2:
+#   scores = scale * q . k + bias;  m' = max(m, max scores)
+#   sum = sum * 2^(m - m') + sum 2^(scores - m');  acc likewise
+# bias [BLOCK_M or 1, BLOCK_N]: 0 where a key is visible, else -inf.
 @triton.jit
-def _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2):
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    scores = tl.where(visible, scores, float("-inf"))
+def _attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2):
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 + bias
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     finite_max = finite(new_max)
     weights = tl.exp2(scores - finite_max[:, None])
@@ -34,11 +44,18 @@ def _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2):
     return new_max, row_sum, acc
 
 
+# The slots of positions; past the end that of the last one, so that keys and values need no mask.
+@triton.jit
+def _load_slots(slots_ptr, position, length):
+    index = tl.minimum(position, length - 1)
+    return tl.load(slots_ptr + index, mask=index >= 0, other=0).to(tl.int64)
+
+
 # For a query q and the keys k_j and values v_j of part p:
 #   lse_p = log2 sum_j 2^(scale * q . k_j);  out_p = sum_j 2^(scale * q . k_j - lse_p) * v_j
-# Parts 0 … shares - 1 are equal shares of the blocks of the prefix; the next one, if any, is the tree under its mask.
+# The parts are equal shares of the blocks of the prefix and then of the tree, which is under its mask.
 # One program takes BLOCK_M query rows of one KV head and one part. The kernel is compiled once for all batches.
-@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "nodes", "shares"])
+@triton.jit(do_not_specialize=["kv_heads", "group", "num_rows", "nodes"])
 def _paged_parts_kernel(
     q_ptr,
     k_ptr,
@@ -68,12 +85,14 @@ def _paged_parts_kernel(
     group,
     num_rows,
     nodes,
-    shares,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     # Grid: tiles of query rows, parts, sequences x KV heads.
     part = tl.program_id(1)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
@@ -83,6 +102,10 @@ def _paged_parts_kernel(
     in_rows = row < num_rows
     begin = tl.load(begins_ptr + batch).to(tl.int64)
     length = (tl.load(ends_ptr + batch) - begin).to(tl.int32)
+    prefix_blocks = tl.cdiv(length, BLOCK_N)
+    blocks = prefix_blocks + tl.cdiv(nodes, BLOCK_N)
+    first = share_begin(blocks, part, tl.num_programs(1))
+    last = share_begin(blocks, part + 1, tl.num_programs(1))
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
 
@@ -90,34 +113,38 @@ def _paged_parts_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key = tl.arange(0, BLOCK_N)
-    if part < shares:
-        blocks = tl.cdiv(length, BLOCK_N)
-        for block in range(share_begin(blocks, part, shares), share_begin(blocks, part + 1, shares)):
-            position = block * BLOCK_N + key
-            exists = position < length
-            slot = tl.load(slots_ptr + begin + position, mask=exists, other=0)
-            k = load_key_tile(k_ptr + kv_head * stride_kh, stride_ks, slot, dim, exists, HEAD_DIM)
-            v = load_key_tile(v_ptr + kv_head * stride_vh, stride_vs, slot, dim, exists, HEAD_DIM)
-            row_max, row_sum, acc = _attend_to_block(q, k, v, exists[None, :], row_max, row_sum, acc, scale_log2)
-    else:
-        mask_row = tl.load(mask_starts_ptr + batch).to(tl.int64) + (row // group).to(tl.int64) * (length + nodes)
-        for first in range(0, nodes, BLOCK_N):
-            node = first + key
-            exists = node < nodes
-            entry = batch * nodes + node
-            k = load_key_tile(node_keys_ptr + kv_head * stride_nkh, stride_nks, entry, dim, exists, HEAD_DIM)
-            v = load_key_tile(node_values_ptr + kv_head * stride_nvh, stride_nvs, entry, dim, exists, HEAD_DIM)
-            in_mask = in_rows[:, None] & exists[None, :]
-            visible = tl.load(mask_ptr + (mask_row + length)[:, None] + node[None, :], mask=in_mask, other=0) != 0
-            row_max, row_sum, acc = _attend_to_block(q, k, v, visible, row_max, row_sum, acc, scale_log2)
+    # Slots are loaded one block ahead. If a block's slots and keys were loaded in one iteration, Triton would load the
+    # keys after the products of the block before, not during them.
+    slot = _load_slots(slots_ptr + begin, first * BLOCK_N + key, length)
+    for block in range(first, tl.minimum(last, prefix_blocks)):
+        position = block * BLOCK_N + key
+        k = load_block(k_ptr + kv_head * stride_kh, slot[:, None] * stride_ks + dim[None, :], dim, HEAD_DIM, BLOCK_D)
+        v = load_block(v_ptr + kv_head * stride_vh, slot[:, None] * stride_vs + dim[None, :], dim, HEAD_DIM, BLOCK_D)
+        slot = _load_slots(slots_ptr + begin, position + BLOCK_N, length)
+        bias = tl.where(position < length, 0.0, float("-inf"))[None, :]
+        row_max, row_sum, acc = _attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
 
-    # An empty part has the sum 0: its output becomes 0 and its LSE -inf.
-    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)
+    mask_row = tl.load(mask_starts_ptr + batch).to(tl.int64) + (row // group).to(tl.int64) * (length + nodes) + length
+    # A tree has few blocks. With the mask, three stages would leave no shared memory for a second program.
+    for block in tl.range(tl.maximum(first, prefix_blocks), last, num_stages=2):
+        node = (block - prefix_blocks) * BLOCK_N + key
+        exists = node < nodes
+        entry = batch * nodes + node
+        k = load_key_tile(node_keys_ptr + kv_head * stride_nkh, stride_nks, entry, dim, exists, HEAD_DIM)
+        v = load_key_tile(node_values_ptr + kv_head * stride_nvh, stride_nvs, entry, dim, exists, HEAD_DIM)
+        in_mask = in_rows[:, None] & exists[None, :]
+        visible = tl.load(mask_ptr + mask_row[:, None] + node[None, :], mask=in_mask, other=0) != 0
+        bias = tl.where(visible, 0.0, float("-inf"))
+        row_max, row_sum, acc = _attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
+
     # The parts are laid out [parts, B, N, H]; row = node * group + head within the group.
     part_row = ((part * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
     part_row = (part_row * kv_heads + kv_head) * group + row % group
+    # A row that sees no key of the part has the LSE -inf, and its output is not read.
+    sees_key = row_sum > 0.0
+    divisor = tl.where(sees_key, row_sum, 1.0)
     tl.store(lse_ptr + part_row, row_max + tl.log2(divisor), mask=in_rows)
-    in_tile = in_rows[:, None] & (dim < HEAD_DIM)[None, :]
+    in_tile = (in_rows & sees_key)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
 
 
@@ -132,7 +159,10 @@ def _merge_parts_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)
     dim = tl.arange(0, BLOCK_D)
@@ -160,31 +190,34 @@ def paged_attention(
     """Attention of each query to the whole prefix of its sequence, and under a mask to the tree after it.
 
     q [B, H, N, D]: contiguous last dimension, in the dtype of all keys and values (fp32, fp16, bf16). out: contiguous
-    [B, N, H, D] in this dtype, overwritten; a query that sees no key gets 0. scale > 0. num_parts: number of shares of
-    the prefix.
+    [B, N, H, D] in this dtype, overwritten; a query that sees no key gets 0. scale > 0. num_parts: number of equal
+    shares of prefix and tree.
     """
     batch, heads, nodes, head_dim = q.shape
     kv_heads = prefix.keys.shape[1]
     group = heads // kv_heads
-    parts = num_parts + (tree is not None)
+    # The kernel before is not ours, so only the merge may start before the parts have ended, and waits for them.
+    overlaps = describe_gpu(q.device).overlaps
     # In fp32, because rounding the parts would add to the error of their merge.
-    outs = torch.empty((parts, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
+    outs = torch.empty((num_parts, batch, nodes, heads, head_dim), dtype=torch.float32, device=q.device)
     lses = torch.empty(outs.shape[:-1], dtype=torch.float32, device=q.device)
-    # Pointer arguments that the kernel does not read are those of the prefix. The mask is one of bytes in any case:
-    # loads of wider entries, even if none runs, would take the shared memory of several stages.
+    # Without a tree, its arguments are those of the prefix. The mask is one of bytes in any case: loads of wider
+    # entries, even if none runs, would take the shared memory of several stages.
     k, v, slots, begins, ends = prefix
     node_keys, node_values, mask, mask_starts = (k, v, slots, begins) if tree is None else tree
-    _paged_parts_kernel[(triton.cdiv(group * nodes, tiles.block_m), parts, batch * kv_heads)](
+    _paged_parts_kernel[(triton.cdiv(group * nodes, tiles.block_m), num_parts, batch * kv_heads)](
         *(q, k, v, slots, begins, ends),
         *(node_keys, node_values, mask.view(torch.uint8), mask_starts, outs, lses),
         *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *node_keys.stride()[:2], *node_values.stride()[:2]),
-        *(scale * LOG2_E, kv_heads, group, group * nodes, nodes, num_parts),
+        *(scale * LOG2_E, kv_heads, group, group * nodes, 0 if tree is None else nodes),
         **tiles.options(head_dim),
+        OVERLAP=overlaps,
     )
     _merge_parts_kernel[(batch * nodes * heads,)](
-        *(outs, lses, out, batch * nodes * heads, parts),
+        *(outs, lses, out, batch * nodes * heads, num_parts),
         HEAD_DIM=head_dim,
-        BLOCK_P=triton.next_power_of_2(parts),
+        BLOCK_P=triton.next_power_of_2(num_parts),
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=MERGE_WARPS,
+        **overlap_options(overlaps),
     )
