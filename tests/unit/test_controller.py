@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
 import pytest
 
-from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.controller import Controller, Observed
 from longspec.inference.adaptive.plan_drafters import LOOKUPS, VANILLA
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.round_record import RowRound
@@ -21,12 +22,6 @@ EIGHT_ROWS = dict(zip(PLANS, (11.4, 12.2, 13.5, 14.3, 15.5, 18.9, 19.7, 33.0), s
 ByRound = Callable[[int], float]
 
 
-def start(controller: Controller, row: int, prompt: list[int], first_token: int) -> None:
-    trace = controller.new_trace()
-    trace.read(prompt)
-    controller.start(row, trace, first_token)
-
-
 class Simulation:
     """Rows of text, part of which repeats the prompt, and a draft whose nodes are accepted with a given probability."""
 
@@ -38,9 +33,10 @@ class Simulation:
         self.copying = copying
         self.texts = [[self.random.randrange(5000) for _ in range(1000)] for _ in range(rows)]
         self.sources: list[int | None] = [None] * rows
-        self.controller = Controller(PLANS, lambda plan, read: seconds[plan])
+        self.controller = Controller(PLANS, lambda plan, read: seconds[plan], lambda: 0.0, rows, 50000)
         for row, text in enumerate(self.texts):
-            start(self.controller, row, list(text), self._token(row, 0))
+            prompt = np.array(text)
+            self.controller.start(row, prompt, self._token(row, 0))
         self.played: list[tuple[Plan, float, float]] = []
         """Plan, tokens per row and time of each round."""
 
@@ -49,11 +45,12 @@ class Simulation:
         for _ in range(rounds):
             chosen = self.controller.choose() if plan is None else self.controller.impose(plan)
             self.controller.think()
-            parts = {row: self._row_round(row, chosen) for row in range(len(self.texts))}
-            self.controller.observe(parts)
-            assert self.controller.read == sum(len(trace.tokens) for trace in self.controller.traces.values())
-            tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
-            self.played.append((chosen, tokens, self.seconds[chosen]))
+            parts = [self._row_round(row, chosen) for row in range(len(self.texts))]
+            counts = np.array([len(part.tokens) for part in parts])
+            tokens = np.array([[*part.tokens, *[-1] * (counts.max() - len(part.tokens))] for part in parts])
+            self.controller.observe(Observed(np.arange(len(parts)), tokens, counts, parts))
+            assert self.controller.read == self.controller.traces.lengths.sum()
+            self.played.append((chosen, counts.mean(), self.seconds[chosen]))
 
     def speed(self, first: int = 0) -> float:
         """Tokens per row and time from a round on."""
@@ -78,7 +75,9 @@ class Simulation:
                 if not misses:
                     ranks.append(len(levels) - 1)
         elif plan.kind == "lookup":
-            chain = self.controller.traces[row]._following()[: plan.nodes - 1]
+            traces = self.controller.traces
+            place, length = int(traces.following(np.array([row]))[0]), int(traces.lengths[row])
+            chain = traces.texts[row, place : min(length, place + plan.nodes - 1)].tolist()
         tokens = [self._token(row, number) for _ in ranks]
         tokens.append(self._token(row, number))
         while len(tokens) <= len(chain) and tokens[-1] == chain[len(tokens) - 1]:
