@@ -29,8 +29,9 @@ reaches its own last level."""
 PROBE_SHARE = 0.01
 """Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
 FIRST_LOSS = 2.0
-"""Additional time that they may lose at a time, in rounds of the first plan. Both limits are those of one row. A round of
-n rows tells as much as n rounds of one, so they are divided by n, up to PRIOR_WEIGHT: then one probe tells enough."""
+"""Additional time that they may lose at a time, in rounds of the first plan. Both limits are those of one row. A round
+of n rows tells as much as n rounds of one, so they are divided by n, up to PRIOR_WEIGHT: then one probe tells enough.
+"""
 
 RoundTime = Callable[[Plan, int], float]
 """The time of a round of a plan, by the number of prefix slots that it reads, summed over rows. Any unit of time."""
@@ -161,7 +162,7 @@ class Controller:
         """Expected number of tokens per active row and round of each plan, its time, and the plan with most tokens per
         time."""
         expected = dict.fromkeys(self.plans, 1.0)
-        rows = max(1, np.count_nonzero(self.active))
+        rows = max(1, int(self.active.sum()))
         for plan, means in zip(self.lookups, self.traces.means.values, strict=True):
             expected[plan] = float(means @ self.active) / rows
         gains, reaches = self.means.values.tolist()
@@ -184,7 +185,7 @@ class Controller:
     @property
     def _rows_of_probe(self) -> float:
         """The rows that share the limits of PROBE_SHARE and FIRST_LOSS."""
-        return min(max(np.count_nonzero(self.active), 1), PRIOR_WEIGHT)
+        return min(max(1, int(self.active.sum())), PRIOR_WEIGHT)
 
     def _learn(self) -> None:
         """Learn from the observed rounds: the text, the trees, and the time that a probe has lost."""

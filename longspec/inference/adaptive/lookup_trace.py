@@ -20,12 +20,14 @@ RESTART_WEIGHT = 4.0
 """Weight of the long mean after a change, in rounds."""
 LEAST_VARIANCE = 0.05
 """Of observations; a constant sequence would make every deviation a change."""
+SEARCHED = 2**16
+"""Tokens that are searched at once, which stay in a core's cache."""
 SHORT_DECAY = math.exp(-1 / SHORT_MEMORY)
 
 
 class TrackedMeans:
-    """The means of sequences of observations. Each has a long memory. A mean with a short memory is kept next to it, and
-    replaces it when the two differ significantly."""
+    """The means of sequences of observations. Each has a long memory. A mean with a short memory is kept next to it,
+    and replaces it when the two differ significantly."""
 
     def __init__(self, values: np.ndarray, weight: float) -> None:
         """values, weight: the priors, in observations."""
@@ -38,8 +40,8 @@ class TrackedMeans:
         self._state[(slice(None), *index)] = np.reshape([value, weight, 1.0, value, weight], (5, 1))
 
     def add(self, index: tuple, observations: np.ndarray, rows: int = 1) -> None:
-        """Add an observation to each of the means at an index of arrays [n]. observations: float64 [n], each the mean of
-        those of `rows` rows, which counts as that number of observations."""
+        """Add an observation to each of the means at an index of arrays [n]. observations: float64 [n], each the mean
+        of those of `rows` rows, which counts as that number of observations."""
         place = (slice(None), *index)
         # The variance is that of the observation of a single row.
         value, weight, variance, recent, recent_weight = self._state[place]
@@ -114,7 +116,7 @@ class LookupTraces:
     def _begin_chains(self, chains: np.ndarray, begins: np.ndarray, rows: np.ndarray) -> None:
         """Let the chains [3, D, n] of some rows begin after their newest tokens, where begins, bool [D, n], says so."""
         lengths = self.lengths[rows]
-        starts, own = lengths.copy(), begins.any(0).nonzero()[0]
+        starts, own = lengths.copy(), np.flatnonzero(begins.any(axis=0))
         starts[own] = self.following(rows[own])
         np.copyto(chains[:2], starts, where=begins)
         np.copyto(chains[2], np.minimum(starts + self.depths, lengths), where=begins)
@@ -124,10 +126,12 @@ class LookupTraces:
         matches of a length; the end of the text without a match."""
         lengths = self.lengths[rows]
         longest = int(lengths.max())
+        if (parts := min(len(rows), len(rows) * longest // SEARCHED)) > 1:
+            return np.concatenate([self.following(part) for part in np.array_split(rows, parts)])
         # A search of the whole text takes microseconds. An index of a long prompt would delay the first round.
         texts = self.texts[rows, :longest]
         each = np.arange(len(rows))
-        found, ends = np.divmod((texts == texts[each, lengths - 1][:, None]).ravel().nonzero()[0], longest)
+        found, ends = np.divmod(np.flatnonzero(texts == texts[each, lengths - 1][:, None]), longest)
         is_match = ends < lengths[found] - 1
         starts = lengths.copy()
         for back in range(LONGEST_MATCH):

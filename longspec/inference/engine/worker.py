@@ -47,11 +47,9 @@ class Worker:
         """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
-        self.controller: Controller | None = None
+        sizes = batch.max_rows, batch.capacity
+        self.controller = Controller(batch.plans, batch.times, batch.times.refill, *sizes) if batch.plans else None
         """Chooses the plans of method "auto"."""
-        if batch.plans:
-            times = batch.times
-            self.controller = Controller(batch.plans, times, times.refill, batch.max_rows, batch.capacity)
         self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
 
     def step(self) -> None:
@@ -185,10 +183,9 @@ class Worker:
         if roster is not self._roster:  # else no request ended while the round was in flight
             live = np.flatnonzero(np.array([row.last_used for row in roster.rows]) == roster.last_used)
         share = seconds / max(1, len(live))
-        counts = np.zeros(len(roster.rows), dtype=np.int64)
-        parts = []
+        counts, parts = np.zeros(len(roster.rows), dtype=np.int64), []
         if self.in_blocks and (plan is None or plan.kind == "vanilla"):
-            counts[live] = 1
+            counts[live] = lines[roster.numbers[live], 1] == 0  # one token, unless there is a fault
             live = self._add_to_backlog(roster, live, lines, share)
         elif not self.backlog.is_empty:
             self._empty_backlog(roster)
@@ -196,7 +193,6 @@ class Worker:
             row = roster.rows[position]
             played = RowRound.read(line, flight.width, flight.report)
             if played.fault:
-                counts[position] = 0
                 self._stop_faulty(row, played.fault)
                 continue
             ticket, new_tokens = row.ticket, played.tokens
@@ -232,8 +228,6 @@ class Worker:
 
     def _flush(self, row: Row) -> None:
         """Send the tokens of a row that wait."""
-        if not self.in_blocks:
-            return
         tokens, seconds = self.backlog.take(row.index)
         if count := len(tokens):
             self._store(row, tokens, count, time.perf_counter(), seconds)
@@ -275,8 +269,7 @@ class Worker:
         alternatives = None
         if scores is not None and request.alternatives:
             logprobs, alternatives = read_scores(scores[:taken], request.alternatives)
-        event = Tokens(list(ids[:taken]), origins[:taken], logprobs, tree, alternatives)
-        self.clients.send(row.ticket, event)
+        self.clients.send(row.ticket, Tokens(list(ids[:taken]), origins[:taken], logprobs, tree, alternatives))
         if reason is not None:
             self._stop(row, reason)
         return taken
