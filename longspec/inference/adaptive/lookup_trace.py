@@ -13,6 +13,7 @@ import numpy as np
 from longspec.inference.drafting.lookup import LONGEST_MATCH
 
 LONG_MEMORY, SHORT_MEMORY = 512.0, 16.0
+MEMORIES = np.array([[LONG_MEMORY], [SHORT_MEMORY]])
 """Largest weights of the two means, in rounds."""
 SIGNIFICANCE = 3.0
 """A difference of the means by more than this number of standard errors is a change."""
@@ -31,37 +32,37 @@ class TrackedMeans:
 
     def __init__(self, values: np.ndarray, weight: float) -> None:
         """values, weight: the priors, in observations."""
-        ones = np.ones_like(values, dtype=np.float64)
-        self._state = np.stack([values, weight * ones, ones, values, weight * ones])
+        self._state = np.empty((5, *values.shape))
+        """Means [2], of long and of short memory; their weights [2]; the variance of an observation of a single row."""
         self.values = self._state[0]
+        self.reset((...,), values, weight)
 
-    def reset(self, index: tuple, value: float, weight: float) -> None:
-        """Give some of the means their priors again."""
-        self._state[(slice(None), *index)] = np.reshape([value, weight, 1.0, value, weight], (5, 1))
+    def reset(self, index: tuple, values: np.ndarray | float, weight: float) -> None:
+        """Give some of the means their priors."""
+        means, weights, variance = self._state[:2], self._state[2:4], self._state[4]
+        means[(slice(None), *index)], weights[(slice(None), *index)], variance[index] = values, weight, 1.0
 
     def add(self, index: tuple, observations: np.ndarray, rows: int = 1) -> None:
         """Add an observation to each of the means at an index of arrays [n]. observations: float64 [n], each the mean
         of those of `rows` rows, which counts as that number of observations."""
-        place = (slice(None), *index)
-        # The variance is that of the observation of a single row.
-        value, weight, variance, recent, recent_weight = self._state[place]
-        weight = np.minimum(weight + rows, LONG_MEMORY * rows)
-        deviation = observations - value
-        value = value + deviation * rows / weight
-        variance = variance + (deviation * (observations - value) * rows - variance) * rows / weight
-        recent_weight = np.minimum(recent_weight + rows, SHORT_MEMORY * rows)
-        recent = recent + (observations - recent) * rows / recent_weight
+        state = self._state[(slice(None), *index)]
+        means, weights, variance = state[:2], state[2:4], state[4]
+        weights += rows
+        np.minimum(weights, rows * MEMORIES, out=weights)
+        deviations = observations - means
+        means += deviations * rows / weights
+        variance += (deviations[0] * (observations - means[0]) * rows - variance) * rows / weights[0]
 
-        error = np.maximum(variance, LEAST_VARIANCE) * (1 / weight + 1 / recent_weight)
-        has_changed = np.abs(recent - value) > SIGNIFICANCE * np.sqrt(error)
+        error = np.maximum(variance, LEAST_VARIANCE) * (1 / weights).sum(axis=0)
+        has_changed = np.abs(means[1] - means[0]) > SIGNIFICANCE * np.sqrt(error)
         if has_changed.any():
-            value = np.where(has_changed, recent, value)
-            weight = np.where(has_changed, np.minimum(recent_weight, RESTART_WEIGHT * rows), weight)
-        self._state[place] = value, weight, variance, recent, recent_weight
+            means[0, has_changed] = means[1, has_changed]
+            weights[0, has_changed] = np.minimum(weights[1, has_changed], RESTART_WEIGHT * rows)
+        self._state[(slice(None), *index)] = state
 
     def age(self, unobserved: np.ndarray) -> None:
         """A round without an observation of some means, a mask: the recent ones are less recent."""
-        recent_weights = self._state[4]
+        recent_weights = self._state[3]
         np.maximum(recent_weights * SHORT_DECAY, 1.0, out=recent_weights, where=unobserved)
 
 
