@@ -1,6 +1,7 @@
 """The engine on the calling thread: what one step reads, and how requests end."""
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from pairs import make_pair, target_greedy
 from serving import ids
 
 from longspec.errors import UserError
+from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.answering import Listener, answer_all
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
@@ -86,9 +89,12 @@ def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_tokens_in_blocks_are_those_of_single_rounds(model: GlideMixin, ahead: int) -> None:
+@pytest.mark.parametrize("method", ["vanilla", "auto"])
+def test_tokens_in_blocks_are_those_of_single_rounds(
+    model: GlideMixin, ahead: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows end at stop tokens and limits, move together, and go to other requests; answers are longer than a block. A
-    request that is cancelled has the tokens of all rounds before."""
+    request that is cancelled has the tokens of all rounds before. With "auto", other plans come between."""
     requests = [
         Request(
             [1 + number % 5] * (3 + number), 5 + 41 * (number % 5), stop_ids=frozenset({6} if number % 2 else {0, 5})
@@ -97,22 +103,39 @@ def test_tokens_in_blocks_are_those_of_single_rounds(model: GlideMixin, ahead: i
     ]
     cancelled = Request([2, 4, 1], 2000)
     answers: list[list[list[Event]]] = []
+    plans, counts = [], []
     for in_blocks in (False, True):
-        settings = EngineSettings(VANILLA, 4, memory=2**27, kind=GREEDY_KIND, refill=2, in_blocks=in_blocks)
+        turns = cycle((0, 0, 0, 0, 0, 0, 0, 1, 2, 0, 1, 3))
+        monkeypatch.setattr(Controller, "choose", lambda self, t=turns: self.impose(self.plans[next(t)]))
+        settings = EngineSettings(Drafting(method), 4, memory=2**27, kind=GREEDY_KIND, refill=2, in_blocks=in_blocks)
         engine = RequestEngine(model, settings)
+        engine.batch.times.by_size[4] = RoundTimes((1, 2), {plan.name: (1.0, 1.0) for plan in engine.batch.plans}, 0.0)
         engine.batch.sizes, engine.worker.ahead = [1, 2, 4], ahead
         answers.append([[] for _ in range(1 + len(requests))])
         for request, events in zip([cancelled, *requests], answers[-1], strict=True):
             engine.add(request, events.append)
-        ticket = engine.waiting[0]
+        tickets = list(engine.waiting)
         for _ in range(100):
             engine.step()
-        engine.cancel(ticket)
+        engine.cancel(tickets[0])
         while engine.step():
             pass
+        plans.append([ticket.plans for ticket in tickets])
+        counts.append((engine.worker.counts.row_rounds, engine.worker.counts.decoded_tokens))
+        if (controller := engine.worker.controller) is not None:  # it knows the texts up to the last rounds
+            texts = [
+                request.prompt + ids(events)
+                for request, events in zip([cancelled, *requests], answers[-1], strict=True)
+            ]
+            for text, length in zip(controller.traces.texts.tolist(), controller.traces.lengths, strict=True):
+                assert text[:length] in [other[:length] for other in texts]
     single, blocks = answers
+    assert plans[0] == plans[1] and counts[0] == counts[1]
     assert [ids(events) for events in blocks] == [ids(events) for events in single]
-    assert max(len(events) for events in blocks) < 12 and max(len(events) for events in single) > 90
+    assert (
+        max(len(events) for events in blocks) < (12 if method == "vanilla" else 80)
+        and max(len(events) for events in single) > 90
+    )
     expected = target_greedy(model, torch.tensor(cancelled.prompt), 100)
     assert ids(blocks[0])[:90] == expected[:90]
     assert [events[-1].reason for events in blocks if isinstance(events[-1], Finished)] == [

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
 import pytest
 
-from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.controller import Controller, Observed
 from longspec.inference.adaptive.plan_drafters import LOOKUPS, VANILLA
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.round_record import RowRound
@@ -18,13 +19,11 @@ ONE_ROW = dict(zip(PLANS, (4.2, 4.5, 4.7, 5.4, 6.5, 6.1, 6.9, 7.2), strict=True)
 EIGHT_ROWS = dict(zip(PLANS, (11.4, 12.2, 13.5, 14.3, 15.5, 18.9, 19.7, 33.0), strict=True))
 """A batch of 8, in which a large tree costs three times a round without draft."""
 
+MANY_TREES = [Plan("tree", nodes, levels) for nodes, levels in ((4, 2), (8, 3), (16, 5), (32, 5))]
+MANY_ROWS = dict(zip((VANILLA, *LOOKUPS, *MANY_TREES), (1.0, 1.12, 1.4, 1.45, 1.6, 1.95, 2.5), strict=True))
+"""A batch of 32 of a small target, in rounds without draft."""
+
 ByRound = Callable[[int], float]
-
-
-def start(controller: Controller, row: int, prompt: list[int], first_token: int) -> None:
-    trace = controller.new_trace()
-    trace.read(prompt)
-    controller.start(row, trace, first_token)
 
 
 class Simulation:
@@ -38,9 +37,10 @@ class Simulation:
         self.copying = copying
         self.texts = [[self.random.randrange(5000) for _ in range(1000)] for _ in range(rows)]
         self.sources: list[int | None] = [None] * rows
-        self.controller = Controller(PLANS, lambda plan, read: seconds[plan])
+        self.controller = Controller(tuple(seconds), lambda plan, read: seconds[plan], lambda: 0.0, rows, 50000)
         for row, text in enumerate(self.texts):
-            start(self.controller, row, list(text), self._token(row, 0))
+            prompt = np.array(text)
+            self.controller.start(row, prompt, self._token(row, 0))
         self.played: list[tuple[Plan, float, float]] = []
         """Plan, tokens per row and time of each round."""
 
@@ -49,11 +49,12 @@ class Simulation:
         for _ in range(rounds):
             chosen = self.controller.choose() if plan is None else self.controller.impose(plan)
             self.controller.think()
-            parts = {row: self._row_round(row, chosen) for row in range(len(self.texts))}
-            self.controller.observe(parts)
-            assert self.controller.read == sum(len(trace.tokens) for trace in self.controller.traces.values())
-            tokens = sum(len(part.tokens) for part in parts.values()) / len(parts)
-            self.played.append((chosen, tokens, self.seconds[chosen]))
+            parts = [self._row_round(row, chosen) for row in range(len(self.texts))]
+            counts = np.array([len(part.tokens) for part in parts])
+            tokens = np.array([[*part.tokens, *[-1] * (counts.max() - len(part.tokens))] for part in parts])
+            self.controller.observe(Observed(np.arange(len(parts)), tokens, counts, parts))
+            assert self.controller.read == self.controller.traces.lengths.sum()
+            self.played.append((chosen, counts.mean(), self.seconds[chosen]))
 
     def speed(self, first: int = 0) -> float:
         """Tokens per row and time from a round on."""
@@ -78,7 +79,9 @@ class Simulation:
                 if not misses:
                     ranks.append(len(levels) - 1)
         elif plan.kind == "lookup":
-            chain = self.controller.traces[row]._following()[: plan.nodes - 1]
+            traces = self.controller.traces
+            place, length = int(traces.following(np.array([row]))[0]), int(traces.lengths[row])
+            chain = traces.texts[row, place : min(length, place + plan.nodes - 1)].tolist()
         tokens = [self._token(row, number) for _ in ranks]
         tokens.append(self._token(row, number))
         while len(tokens) <= len(chain) and tokens[-1] == chain[len(tokens) - 1]:
@@ -152,3 +155,38 @@ def test_it_finds_the_new_best_plan_within_100_rounds_of_a_change(
         # A probe of a tree that is nearly as fast costs little, so one in ten rounds may be a probe.
         assert simulation.share(before, change - 100, change) > 0.85
         assert simulation.share(after, change + 100, change + 200) > 0.9, f"seed {seed}"
+
+
+@pytest.mark.parametrize("accepted", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize(("seconds", "rows"), [(EIGHT_ROWS, 8), (MANY_ROWS, 32)])
+def test_a_batch_of_short_answers_loses_less_than_2_percent_against_vanilla(
+    seconds: dict[Plan, float], rows: int, accepted: float
+) -> None:
+    """One round of many rows tells that the draft is poor."""
+    simulation = Simulation(seconds, rows, lambda number: accepted, lambda number: False)
+    simulation.run(128)
+    assert simulation.speed() * seconds[VANILLA] > 0.98
+
+
+def test_a_batch_of_many_rows_finds_better_trees_within_300_rounds_of_a_change() -> None:
+    """Its probes lose a smaller share of the time."""
+    for seed in range(3):
+        simulation = Simulation(MANY_ROWS, 32, lambda number: (0.1, 0.8)[number >= 400], lambda number: False, seed)
+        simulation.run(800)
+        assert simulation.share([VANILLA], 200, 400) > 0.98
+        assert simulation.share(MANY_TREES, 700, 800) > 0.9, f"seed {seed}"
+
+
+def test_a_tree_that_cannot_win_is_not_probed() -> None:
+    """A round of each tree takes longer than the rounds of vanilla that emit as many tokens as it can."""
+    seconds = MANY_ROWS | {tree: 1.01 * (1 + tree.levels) for tree in MANY_TREES}
+    simulation = Simulation(seconds, 32, lambda number: 0.9, lambda number: False)
+    simulation.run(500)
+    assert not set(simulation.controller.played) & set(MANY_TREES)
+
+
+def test_hours_without_a_probe_do_not_allow_many_in_a_row() -> None:
+    simulation = Simulation(EIGHT_ROWS, 8, lambda number: 0.05, lambda number: False)
+    simulation.run(3000, VANILLA)
+    simulation.run(200)
+    assert simulation.share(TREES, 3000, 3200) < 0.1

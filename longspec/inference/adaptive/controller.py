@@ -1,28 +1,37 @@
 """The choice of a plan before each round, from measured round times and the acceptances so far.
 
-Plain Python: given the table of times, the choice depends on past rounds only, so a seed always gives the same output.
+Given the table of times, the choice depends on past rounds only, so a seed always gives the same output.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from longspec.inference.adaptive.lookup_trace import LookupTrace, TrackedMean
+import numpy as np
+
+from longspec.inference.adaptive.lookup_trace import LookupTraces, TrackedMeans
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.round_record import RowRound
 
 PRIOR_WEIGHT = 4.0
-"""Weight of the priors below, in rounds. With less, a few unlucky rounds end the trees of a whole answer."""
-PRIOR_LOOKUP = 1.2
-"""Tokens of a round of lookup."""
+"""Weight of the priors below, in rounds of a row. With less, a few unlucky rounds end the trees of a whole answer."""
+PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT = 1.2, 1.0
+"""Tokens of a round of lookup, and the weight of this, which is low because every round of any plan tells more."""
 PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
 """Accepted tokens of the smallest tree, and additional ones of more nodes, and of more levels once they are reached."""
 PRIOR_REACH = 0.5
 """Share of rounds in which the accepted path reaches the last level of a tree."""
+GAIN, REACH = 0, 1
+"""What is known of each tree: the number of tokens that it accepts in addition to the largest tree that it covers, in
+rounds that reach the last level of that one if it has more levels; and the share of rounds in which the accepted path
+reaches its own last level."""
 PROBE_SHARE = 0.01
 """Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
 FIRST_LOSS = 2.0
-"""Additional time that they may lose, in rounds of the first plan."""
+"""Additional time that they may lose at a time, in rounds of the first plan. Both limits are those of one row. A round
+of n rows tells as much as n rounds of one, so they are divided by n, up to PRIOR_WEIGHT: then one probe tells enough.
+"""
 
 RoundTime = Callable[[Plan, int], float]
 """The time of a round of a plan, by the number of prefix slots that it reads, summed over rows. Any unit of time."""
@@ -35,25 +44,40 @@ class Decision:
     plan: Plan
     loss: float = 0.0
     """Time that a probe is expected to lose."""
-    expected_tokens: float = 0.0
-    """Tokens per row that a probe is expected to emit."""
-    best_speed: float = 0.0
-    """Tokens per row and unit of time that the best plan was expected to emit at the time of a probe; 0 without one."""
+    probe_time: float = 0.0
+    """Time of a probe; 0 without one."""
+
+
+class Observed(NamedTuple):
+    """A round's result in its rows. Those without tokens do not count."""
+
+    rows: np.ndarray
+    """int64 [n], all different."""
+    tokens: np.ndarray
+    """int64 [n, depth + 1]."""
+    counts: np.ndarray
+    """int64 [n]: number of valid `tokens`."""
+    parts: Sequence[RowRound] = ()
+    """If the plan is a tree: what each row did that has tokens."""
 
 
 class Controller:
     """Chooses plans for one batch.
 
     - vanilla emits one token per row and round.
-    - The rounds of lookup are simulated on the text (see `LookupTrace`).
+    - The rounds of lookup are simulated on the text (see `LookupTraces`).
     - A round of a tree tells what trees of fewer nodes and levels would have accepted. Other trees, and every tree
       while none is played, are known from single rounds, the probes. Together they may lose a fixed share of the time,
-      so that a plan far from the best one is probed rarely, and one that is nearly as good often.
+      so that a plan far from the best one is probed rarely, and one that is nearly as good often. A tree that would not
+      win if the target accepted a node in each of its levels is not probed.
     """
 
-    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float], rows: int, capacity: int
+    ) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
-        refill the draft's window, which a tree pays after a round of another plan."""
+        refill the draft's window, which a tree pays after a round of another plan. rows, capacity: largest numbers of
+        rows and of tokens per row."""
         self.plans = tuple(plans)
         self.time = time
         self.refill_time = refill_time
@@ -62,8 +86,10 @@ class Controller:
         self.trees = [plan for plan in plans if plan.kind == "tree"]
         self.lookups = [plan for plan in plans if plan.kind == "lookup"]
 
-        self.traces: dict[Hashable, LookupTrace] = {}
-        """The active rows."""
+        depths = [plan.nodes - 1 for plan in self.lookups]
+        self.traces = LookupTraces(rows, capacity, depths, PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT)
+        self.active = np.zeros(rows, dtype=bool)
+        """bool [rows]: those that rounds advance."""
         self.read = 0
         """Prefix slots that a round reads, summed over rows."""
         self.smaller: dict[Plan, Plan | None] = {
@@ -71,41 +97,34 @@ class Controller:
             for number, tree in enumerate(self.trees)
         }
         """The largest tree that each tree covers."""
-        self.gains: dict[Plan, TrackedMean] = {}
-        """Number of tokens that each tree accepts in addition to that one; in rounds that reach its last level, if the
-        tree has more levels."""
-        for tree, smaller in self.smaller.items():
-            more = PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
-            self.gains[tree] = TrackedMean(PRIOR_FIRST_TREE if smaller is None else more, PRIOR_WEIGHT)
-        self.reaches = {tree: TrackedMean(PRIOR_REACH, PRIOR_WEIGHT) for tree in self.trees}
-        """Share of rounds in which the accepted path reaches the last level of each tree."""
+        gains = [
+            PRIOR_FIRST_TREE if smaller is None else PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
+            for tree, smaller in self.smaller.items()
+        ]
+        self.means = TrackedMeans(np.array([gains, [PRIOR_REACH] * len(gains)]), PRIOR_WEIGHT)
+        """[2, trees]: see GAIN and REACH."""
 
-        self.elapsed = 0.0
-        """Time of all rounds."""
         self.lost = 0.0
-        """Time that probes lost."""
+        """Time that probes lost beyond their share of the time; negative if they may lose more than FIRST_LOSS."""
         self._current = Decision(self.plans[0])
         """The decision for the newest round."""
         self._playing: deque[Decision] = deque()
         """Decisions for the rounds that were not observed yet."""
         self._next: Decision | None = None
-        self._unlearned: list[tuple[Decision, Mapping[Hashable, RowRound]]] = []
+        self._unlearned: list[tuple[Decision, Observed]] = []
 
-    def new_trace(self) -> LookupTrace:
-        """A row that has not read its prompt yet."""
-        means = [TrackedMean(PRIOR_LOOKUP, PRIOR_WEIGHT) for _ in self.lookups]
-        return LookupTrace([plan.nodes - 1 for plan in self.lookups], means)
+    def start(self, row: int, prompt: np.ndarray, first_token: int) -> None:
+        """Make a row active after prefill. prompt: int64 [P]."""
+        self._learn()  # its tokens are not those of an earlier request on the row
+        self.traces.start(row, prompt, first_token)
+        self.active[row] = True
+        self.read += len(prompt) + 1
 
-    def start(self, row: Hashable, trace: LookupTrace, first_token: int) -> None:
-        """Make a row active after prefill."""
-        trace.extend([first_token])
-        self.traces[row] = trace
-        self.read += len(trace.tokens)
-
-    def end(self, row: Hashable) -> None:
+    def end(self, row: int) -> None:
         """Make a row inactive."""
-        if (trace := self.traces.pop(row, None)) is not None:
-            self.read -= len(trace.tokens)
+        if self.active[row]:
+            self.active[row] = False
+            self.read -= int(self.traces.lengths[row])
 
     def choose(self) -> Plan:
         """The plan of the next round."""
@@ -119,50 +138,41 @@ class Controller:
             self.lost -= self._next.loss
         return self._begin(Decision(plan))
 
-    def observe(self, parts: Mapping[Hashable, RowRound]) -> None:
-        """Take the result of the oldest round that was not observed: its part in each row that was active, rows that
-        have ended included."""
+    def observe(self, observed: Observed) -> None:
+        """Take the result of the oldest round that was not observed, rows that have ended included."""
         decision = self._playing.popleft()
-        if parts:
+        if observed.counts.any():
             self.played[decision.plan] += 1
-        self._unlearned.append((decision, parts))
+            self._unlearned.append((decision, observed))
 
     def think(self) -> None:
         """Learn from the observed rounds, and decide about the next one. To be called while the device plays a round,
         whose result therefore counts for a later one."""
-        for decision, parts in self._unlearned:
-            for row, part in parts.items():
-                if (trace := self.traces.get(row)) is not None:
-                    trace.extend(part.tokens)
-                    self.read += len(part.tokens)
-            if parts:
-                self._learn(decision, list(parts.values()))
-        self._unlearned.clear()
-        if self.traces and self._next is None:
+        self._learn()
+        if self._next is None and self.active.any():
             self._next = self._decide()
 
     def _begin(self, decision: Decision) -> Plan:
         self._current, self._next = decision, None
         self._playing.append(decision)
-        self.elapsed += self._time(decision.plan)
+        self.lost -= PROBE_SHARE / self._rows_of_probe * self._time(decision.plan)
         return decision.plan
 
-    def tokens(self, plan: Plan) -> float:
-        """Expected number of tokens per active row and round."""
-        if plan.kind == "tree":
-            gain, smaller = self.gains[plan].value, self.smaller[plan]
-            if smaller is None:
-                return 1 + gain
-            return self.tokens(smaller) + gain * (self.reaches[smaller].value if self._is_deeper(plan) else 1.0)
-        if plan.kind == "lookup":
-            number = self.lookups.index(plan)
-            means = [trace.means[number].value for trace in self.traces.values()]
-            return sum(means) / len(means)
-        return 1.0
-
-    def speed(self, plan: Plan) -> float:
-        """Expected number of tokens per active row and unit of time."""
-        return self.tokens(plan) / self._time(plan)
+    def _expected(self) -> tuple[dict[Plan, float], dict[Plan, float], Plan]:
+        """Expected number of tokens per active row and round of each plan, its time, and the plan with most tokens per
+        time."""
+        expected = dict.fromkeys(self.plans, 1.0)
+        rows = max(1, int(self.active.sum()))
+        for plan, means in zip(self.lookups, self.traces.means.values, strict=True):
+            expected[plan] = float(means @ self.active) / rows
+        gains, reaches = self.means.values.tolist()
+        reached: dict[Plan | None, float] = dict(zip(self.trees, reaches, strict=True))
+        for tree, gain in zip(self.trees, gains, strict=True):
+            smaller = self.smaller[tree]
+            opportunities = reached[smaller] if self._is_deeper(tree) else 1.0
+            expected[tree] = gain * opportunities + (1.0 if smaller is None else expected[smaller])
+        times = {plan: self._time(plan) for plan in self.plans}
+        return expected, times, max(self.plans, key=lambda plan: expected[plan] / times[plan])
 
     def _is_deeper(self, tree: Plan) -> bool:
         """Whether a tree has more levels than the largest one that it covers."""
@@ -172,44 +182,65 @@ class Controller:
     def _time(self, plan: Plan) -> float:
         return self.time(plan, self.read)
 
-    def _learn(self, decision: Decision, parts: Sequence[RowRound]) -> None:
-        """Update the trees' gains and the time that probes have lost."""
+    @property
+    def _rows_of_probe(self) -> float:
+        """The rows that share the limits of PROBE_SHARE and FIRST_LOSS."""
+        return min(max(1, int(self.active.sum())), PRIOR_WEIGHT)
+
+    def _learn(self) -> None:
+        """Learn from the observed rounds: the text, the trees, and the time that a probe has lost."""
+        for decision, (rows, tokens, counts, parts) in self._unlearned:
+            text = np.where(self.active[rows], counts, 0)
+            self.traces.extend(rows, tokens, text)
+            self.read += int(text.sum())
+            self._compare_trees(decision.plan, parts)
+            if decision.probe_time:  # what it has lost is known now
+                expected, times, best = self._expected()
+                saved = float(counts[counts > 0].mean()) * times[best] / expected[best]
+                self.lost += decision.probe_time - saved - decision.loss
+        self._unlearned.clear()
+
+    def _compare_trees(self, plan: Plan, parts: Sequence[RowRound]) -> None:
+        """Learn about the trees that a plan covers."""
         accepted: dict[Plan | None, float] = {None: 0.0}
         reached: dict[Plan | None, float] = {}
-        for tree, gain in self.gains.items():
-            if not decision.plan.covers(tree):
-                gain.age()
-                self.reaches[tree].age()
+        observations: dict[tuple[int, int], float] = {}
+        for number, tree in enumerate(self.trees):
+            if not plan.covers(tree):
                 continue
             levels = [part.accepted_by(tree) for part in parts]
             accepted[tree] = sum(map(len, levels)) / len(parts)
             reached[tree] = sum(tree.levels in row for row in levels) / len(parts)
-            self.reaches[tree].add(reached[tree])
+            observations[REACH, number] = reached[tree]
             smaller = self.smaller[tree]
             opportunities = reached[smaller] if self._is_deeper(tree) else 1.0
             if opportunities:
-                gain.add((accepted[tree] - accepted[smaller]) / opportunities)
-            else:
-                gain.age()
-        if decision.best_speed:
-            tokens = sum(len(part.tokens) for part in parts) / len(parts)
-            surplus = (decision.expected_tokens - tokens) / decision.best_speed
-            self.lost = max(self.lost + surplus, 0.0)
+                observations[GAIN, number] = (accepted[tree] - accepted[smaller]) / opportunities
+        unobserved = np.ones(self.means.values.shape, dtype=bool)
+        if observations:
+            index = tuple(np.array(list(observations)).T)
+            self.means.add(index, np.array(list(observations.values())), len(parts))
+            unobserved[index] = False
+        self.means.age(unobserved)
 
     def _decide(self) -> Decision:
         """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""
-        best = max(self.plans, key=self.speed)
-        best_speed = self.speed(best)
-        # Playing the best plan teaches about the trees that it covers; about the others only a probe does.
-        unknown = [tree for tree in self.trees if not best.covers(tree)]
+        tokens, times, best = self._expected()
+        best_speed = tokens[best] / times[best]
+        # Playing the best plan teaches about the trees that it covers; about the others only a probe does. Those that
+        # would not be faster if the target accepted a node in each of their levels need none.
+        unknown = [tree for tree in self.trees if not best.covers(tree) and 1 + tree.levels > best_speed * times[tree]]
         if not unknown:
             return Decision(best)
         refill_time = 0.0 if self._current.plan.kind == "tree" else self.refill_time()
         # The cost of a probe: its time minus the time in which the best plan emits as many tokens.
-        losses = {plan: self._time(plan) + refill_time - self.tokens(plan) / best_speed for plan in unknown}
+        losses = {plan: times[plan] + refill_time - tokens[plan] / best_speed for plan in unknown}
         plan = min(unknown, key=losses.__getitem__)
-        budget = PROBE_SHARE * self.elapsed + FIRST_LOSS * self._time(self.plans[0])
-        if self.lost + losses[plan] > budget:
+        most = FIRST_LOSS / self._rows_of_probe * times[self.plans[0]]
+        limit = most - losses[plan]
+        # Little time is saved up for probes, else hours without any would allow many in a row.
+        self.lost = max(self.lost, min(limit, 0.0) - most)
+        if self.lost > limit:
             return Decision(best)
         self.lost += losses[plan]
-        return Decision(plan, losses[plan], self.tokens(plan), best_speed)
+        return Decision(plan, losses[plan], times[plan] + refill_time)

@@ -73,8 +73,11 @@ class BatchTimes:
         """The time of the next round if it reads `read` prefix slots in total, in seconds."""
         # Linear in the number of rows between the two sizes that were measured.
         low, high = min(self.by_size), max(self.by_size)
-        at_low, at_high = (self.by_size[rows](plan, read / self.size) for rows in (low, high))
-        return at_low if low == high else at_low + max(at_high - at_low, 0.0) * (self.size - low) / (high - low)
+        at_low = self.by_size[low](plan, read / self.size)
+        if low == high:
+            return at_low
+        at_high = self.by_size[high](plan, read / self.size)
+        return at_low + max(at_high - at_low, 0.0) * (self.size - low) / (high - low)
 
     def refill(self) -> float:
         """Time to fill the draft's window of the smallest measured number of rows."""

@@ -22,6 +22,10 @@ class Backlog:
         self._rounds = 0
 
     @property
+    def is_empty(self) -> bool:
+        return self._rounds == 0
+
+    @property
     def is_full(self) -> bool:
         return self._rounds == ROUNDS
 

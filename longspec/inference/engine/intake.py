@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from longspec.errors import first_line
-from longspec.inference.adaptive.controller import Controller
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.clients import Clients
 from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
@@ -41,18 +40,15 @@ class Outcome(NamedTuple):
 class Intake:
     """The requests between the queue and the rounds."""
 
-    def __init__(
-        self, batch: Batch, rows: Rows, clients: Clients, chunk: int | None, controller: Controller | None, refill: int
-    ) -> None:
+    def __init__(self, batch: Batch, rows: Rows, clients: Clients, chunk: int | None, refill: int) -> None:
         """chunk: most prompt tokens that are read between two rounds; None reads all prompts before the first one.
-        controller: that of method "auto". refill: see `EngineSettings`."""
+        refill: see `EngineSettings`."""
         self.batch = batch
         self.rows = rows
         self.clients = clients
         self.reads_all = chunk is None
         self.chunk = PREFILL_TOKENS if chunk is None else chunk
         """Most tokens of a pass."""
-        self.controller = controller
         self.refill = refill
         self.waiting: deque[Ticket] = deque()
         """Requests without a row. Other threads add some."""
@@ -109,8 +105,6 @@ class Intake:
             self.forget(row)
             if len(rows) > 1:
                 row.ticket.reads_alone = True
-                if self.controller is not None and row.ticket.trace is not None:
-                    row.ticket.trace = self.controller.new_trace()
         return [Outcome(rows[0], failure=failure)] if len(rows) == 1 else []
 
     def _admit(self) -> None:
@@ -162,10 +156,6 @@ class Intake:
         row.tokens = array("q", prompt[:cached].tobytes())
         row.job, ticket.reads_alone = ticket, request.scores_prompt
         ticket.started, ticket.cached_prompt_tokens = time.perf_counter(), cached
-        if self.controller is not None and request.speculate:
-            ticket.trace = self.controller.new_trace()
-            if cached:
-                ticket.trace.read(prompt[:cached])
         self.clients.counts.prompt_tokens += len(request.prompt)
         self.clients.counts.cached_prompt_tokens += cached
         return row
@@ -194,8 +184,6 @@ class Intake:
             self.batch.read_prompts(slice(rows[0].number, rows[-1].number + 1), chunks, start)
         for row, chunk in zip(rows, chunks, strict=True):
             row.tokens.frombytes(chunk.tobytes())
-            if row.ticket.trace is not None:
-                row.ticket.trace.read(chunk)
         return max(map(len, chunks)) * len(rows)
 
     def _begin(self, rows: list[Row]) -> list[Outcome]:

@@ -58,8 +58,8 @@ class EngineSettings:
     """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
     Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
     in_blocks: bool = False
-    """Whether events may bring the tokens of many rounds of method "vanilla" at once. The host then has nothing to do
-    for a row until its answer ends. Not for a server."""
+    """Whether events may bring the tokens of many vanilla rounds at once, which "auto" may also play. The host then has
+    nothing to do for a row until its answer ends. Not for a server."""
 
 
 class RequestEngine:

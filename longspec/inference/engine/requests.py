@@ -12,8 +12,6 @@ from longspec.inference.request import Sampling
 if TYPE_CHECKING:
     import numpy as np
 
-    from longspec.inference.adaptive.lookup_trace import LookupTrace
-
 Origin = Literal["target", "draft", "lookup"]
 """The source of a token: the target (first and bonus tokens), or an accepted proposal of a draft or of prompt lookup.
 What both propose counts as lookup."""
@@ -168,8 +166,6 @@ class Ticket:
     last_token: float = 0.0
     new_tokens: int = 0
     rounds: int = 0
-    trace: "LookupTrace | None" = None
-    """The text of a row that speculates, for the controller of "auto"."""
 
     @property
     def timings(self) -> Timings:

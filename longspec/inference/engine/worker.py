@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from longspec.inference.adaptive.controller import Controller
+from longspec.inference.adaptive.controller import Controller, Observed
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import fault_message
 from longspec.inference.engine.backlog import Backlog
@@ -29,7 +29,7 @@ class Worker:
         """prefill_chunk: most prompt tokens that are read between two rounds; None for requests that start together,
         each on a row of its own. refill, in_blocks: see `EngineSettings`."""
         self.batch = batch
-        self.in_blocks = in_blocks and batch.depth == 0 and not batch.details
+        self.in_blocks = in_blocks and (batch.depth == 0 or bool(batch.plans)) and not batch.details
         self.backlog = Backlog(batch.max_rows)
         least = LEAST_SHARED if refill > 1 else 1
         self.rows = Rows(batch.max_rows, None if prefill_chunk is None else least)
@@ -47,9 +47,10 @@ class Worker:
         """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
-        self.controller = Controller(batch.plans, batch.times, batch.times.refill) if batch.plans else None
+        sizes = batch.max_rows, batch.capacity
+        self.controller = Controller(batch.plans, batch.times, batch.times.refill, *sizes) if batch.plans else None
         """Chooses the plans of method "auto"."""
-        self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, self.controller, refill)
+        self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
 
     def step(self) -> None:
         """Read one chunk of prompts, then play one round. Clients get events before the round if a prompt ended, and
@@ -128,8 +129,8 @@ class Worker:
         self._roster = None
         if self.in_blocks:
             self.backlog.start(row.index, ticket.request.stop_ids)
-        if self.controller is not None and ticket.trace is not None:
-            self.controller.start(ticket, ticket.trace, ticket.root)
+        if self.controller is not None and ticket.request.speculate:
+            self.controller.start(row.index, ticket.prompt, ticket.root)
         if played.fault:
             self._stop_faulty(row, played.fault)
         else:
@@ -178,13 +179,16 @@ class Worker:
         lines, scores = flight.lines(), flight.scores()
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        parts: dict[Hashable, RowRound] = {}
         live = np.arange(len(roster.rows))
         if roster is not self._roster:  # else no request ended while the round was in flight
             live = np.flatnonzero(np.array([row.last_used for row in roster.rows]) == roster.last_used)
         share = seconds / max(1, len(live))
-        if self.in_blocks:
+        counts, parts = np.zeros(len(roster.rows), dtype=np.int64), []
+        if self.in_blocks and (plan is None or plan.kind == "vanilla"):
+            counts[live] = lines[roster.numbers[live], 1] == 0  # one token, unless there is a fault
             live = self._add_to_backlog(roster, live, lines, share)
+        elif not self.backlog.is_empty:
+            self._empty_backlog(roster)
         for position, line in zip(live.tolist(), lines[roster.numbers[live]].tolist(), strict=True):
             row = roster.rows[position]
             played = RowRound.read(line, flight.width, flight.report)
@@ -197,32 +201,38 @@ class Worker:
                 ticket.plans[plan.name] += 1
             tree = flight.tree(roster.numbers[position], played) if ticket.request.trace else None
             taken = self._emit(row, played, tree, None if scores is None else scores[roster.numbers[position]])
-            if ticket.trace is not None:
-                parts[ticket] = played._replace(tokens=new_tokens[:taken])
             if ticket.request.speculate:
+                counts[position] = taken
+                parts.append(played)
                 self.counts.row_rounds += 1
                 self.counts.decoded_tokens += taken
                 self.counts.accepted_tokens += min(taken, len(new_tokens) - 1)
         if self.controller is not None and plan is not None:
-            self.controller.observe(parts)
+            tokens = lines[roster.numbers, 2 : 2 + flight.width]
+            self.controller.observe(Observed(roster.indices, tokens, counts, parts))
 
     def _add_to_backlog(self, roster: Roster, live: np.ndarray, lines: np.ndarray, share: float) -> np.ndarray:
         """Keep the tokens of those rows in which nothing happens; the positions of the others. live: positions."""
         own = lines[roster.numbers[live]]
         ends = live[self.backlog.add(roster.indices[live], own[:, 2], own[:, 1], share)]
-        for row in roster.rows if self.backlog.is_full else [roster.rows[position] for position in ends]:
-            self._flush(row)
+        for position in ends:
+            self._flush(roster.rows[position])
         if self.backlog.is_full:
-            self.backlog.clear()
+            self._empty_backlog(roster)
         return ends
+
+    def _empty_backlog(self, roster: Roster) -> None:
+        for row in roster.rows:
+            self._flush(row)
+        self.backlog.clear()
 
     def _flush(self, row: Row) -> None:
         """Send the tokens of a row that wait."""
-        if not self.in_blocks:
-            return
         tokens, seconds = self.backlog.take(row.index)
         if count := len(tokens):
             self._store(row, tokens, count, time.perf_counter(), seconds)
+            if self.batch.plans:
+                row.ticket.plans[self.batch.plans[0].name] += count
             self.counts.row_rounds += count
             self.counts.decoded_tokens += count
             self.clients.send(row.ticket, Tokens(tokens, ["target"] * count))
@@ -259,8 +269,7 @@ class Worker:
         alternatives = None
         if scores is not None and request.alternatives:
             logprobs, alternatives = read_scores(scores[:taken], request.alternatives)
-        event = Tokens(list(ids[:taken]), origins[:taken], logprobs, tree, alternatives)
-        self.clients.send(row.ticket, event)
+        self.clients.send(row.ticket, Tokens(list(ids[:taken]), origins[:taken], logprobs, tree, alternatives))
         if reason is not None:
             self._stop(row, reason)
         return taken
@@ -282,7 +291,7 @@ class Worker:
         self.clients.finish(ticket, reason, message)
         self.rows.release(row)
         if self.controller is not None:
-            self.controller.end(ticket)
+            self.controller.end(row.index)
 
     def _take_out(self) -> None:
         """Take the rows that have ended out of the rounds. No other request may have got them."""
