@@ -96,8 +96,7 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [*zip(FAMILIES, cycle((OPTIONS["published"], OPTIONS["both"])), strict=False)],
+    ("family", "options"), [*zip(FAMILIES, cycle((OPTIONS["published"], OPTIONS["both"])), strict=False)]
 )
 @torch.no_grad()
 def test_tree_logits_equal_training_logits_along_each_path(
@@ -202,11 +201,7 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
 
     def last_state(tokens: Tensor) -> Tensor:
         return training_pass(
-            model,
-            [tokens],
-            torch.tensor([1]),
-            lambda draft, target, *_: target[0, -1],
-            [positions[0]],
+            model, [tokens], torch.tensor([1]), lambda draft, target, *_: target[0, -1], [positions[0]]
         )
 
     tokens = random_tokens(20)

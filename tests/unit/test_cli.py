@@ -191,10 +191,7 @@ def test_a_file_of_another_kind_is_not_taken_for_a_prompt(name: str, tmp_path: P
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not read"),
         ('{"prompt": "a", "suffix": "b"}', "'suffix' would be ignored"),
         ('{"prompt": "a", "temperature": 0}', "'temperature' is not read"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
-            "'tools' would be ignored",
-        ),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' would be ignored"),
         ("{", "not a JSON line"),
     ],
 )

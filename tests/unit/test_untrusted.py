@@ -18,8 +18,6 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft
-from longspec.models.draft_layer import DraftOptions
-from longspec.models.draft_saving import save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import load_tokenizer, read_config
@@ -276,12 +274,3 @@ def test_a_broken_file_is_one_clear_line(target: Path, run: Path, file: str, tex
     else:
         refusal(lambda: LlamaGlide.from_pretrained(target), target)
         refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
-
-
-def test_a_saved_draft_replaces_a_link_and_does_not_write_through_it(pair: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / "draft").mkdir(exist_ok=True)
-        (tmp_path / "draft" / name).symlink_to(tmp_path / "mine")
-    save_draft_folder(load_draft(pair / "run"), tiny_config("llama"), tmp_path / "draft", DraftOptions(64))
-    assert (tmp_path / "mine").read_text() == "mine" and draft_settings(tmp_path / "draft").options.window == 64
