@@ -105,14 +105,6 @@ def test_only_regular_files_are_read_of_a_target(target: Path, kind: str, name: 
         assert "not a regular file" in refusal(lambda use=use: use(target), target / name)  # type: ignore[misc]
 
 
-def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
-    """The hub's cache consists of links that point out of the folder."""
-    (tmp_path / "links").mkdir()
-    for file in run.iterdir():
-        (tmp_path / "links" / file.name).symlink_to(file)
-    assert use_draft(tmp_path / "links")[0].keys() == use_draft(run)[0].keys()
-
-
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 
 
