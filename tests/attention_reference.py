@@ -34,13 +34,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sca
 
 
 def prefix_and_tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    tree_mask: Tensor | None,
-    scale: float,
-    parts: PrefixParts,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor | None, scale: float, parts: PrefixParts
 ) -> Tensor:
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):

@@ -201,25 +201,11 @@ def one_stream_of_draws(patch: Patch) -> None:
     patch.setattr(Sampler, "after_prefill", lambda self: self)
 
 
-def rows_share_their_draws(patch: Patch) -> None:
-    """All rows of the batch have the same seed."""
-
+def _with_noise(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Patch], None]:
+    """A fault in the seeds and positions that random numbers depend on."""
     noise = Backend.row_noise
-
-    def faulty(seeds: Tensor, *arguments: Any) -> Tensor:
-        return noise(torch.zeros_like(seeds), *arguments)
-
-    patch.setattr(Backend, "row_noise", staticmethod(faulty))
-
-
-def rounds_repeat_their_draws(patch: Patch) -> None:
-    """The random numbers do not depend on the position of the root."""
-    noise = Backend.row_noise
-
-    def faulty(seeds: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
-        return noise(seeds, torch.zeros_like(positions), *arguments)
-
-    patch.setattr(Backend, "row_noise", staticmethod(faulty))
+    faulty = staticmethod(lambda seeds, positions, *rest: noise(*change(seeds, positions), *rest))
+    return lambda patch: patch.setattr(Backend, "row_noise", faulty)
 
 
 def _with_nodes(change: Callable[[Nodes, Proposal], Nodes]) -> Callable[[Patch], None]:
@@ -306,7 +292,9 @@ PENALTY_FAULTS = {
 }
 """Faults of penalties, detected node by node and in the distribution of generated text."""
 IN_CORRELATIONS = {
-    "rows share their draws": Fault(rows_share_their_draws, ("seq", "tree, descend", "tree")),
-    "rounds repeat their draws": Fault(rounds_repeat_their_draws, ("seq", "tree, descend", "tree")),
+    "rows share their draws": Fault(_with_noise(lambda seeds, positions: (torch.zeros_like(seeds), positions)), _TREES),
+    "rounds repeat their draws": Fault(
+        _with_noise(lambda seeds, positions: (seeds, torch.zeros_like(positions))), _TREES
+    ),
 }
 """Faults detected by correlations between rows or rounds."""

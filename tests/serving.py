@@ -96,19 +96,15 @@ def alone(model: GlideMixin, request: Request) -> list[int]:
     return out.new_tokens[0].tolist()
 
 
-def random_requests(
-    count: int, vocab: int, seed: int = 0, longest: int = 50, most_new: int = 20, **settings: Any
-) -> list[Request]:
+def random_requests(count: int, vocab: int) -> list[Request]:
     """Ragged prompts and limits; a third greedy, a quarter without speculation, some truncated, some with stops."""
-    random = Random(seed)
+    random = Random(0)
     requests = []
     for number in range(count):
-        prompt = [random.randrange(vocab) for _ in range(random.randint(1, longest))]
+        prompt = [random.randrange(vocab) for _ in range(random.randint(1, 50))]
         temperature = 0.0 if number % 3 == 0 else random.choice((0.7, 1.0))
         top_p, top_k = random.choice(((1.0, 0), (0.9, 0), (1.0, 3)))
         sampling = Sampling(temperature, top_p, top_k, seed=number)
         stops = frozenset({1, 2}) if number % 5 == 0 else frozenset()
-        requests.append(
-            Request(prompt, random.randint(1, most_new), sampling, stops, speculate=number % 4 != 0, **settings)
-        )
+        requests.append(Request(prompt, random.randint(1, 20), sampling, stops, speculate=number % 4 != 0))
     return requests

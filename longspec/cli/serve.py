@@ -14,6 +14,8 @@ from longspec.extras import extra
 if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
     from longspec.data.aligners import Turn
+    from longspec.inference.engine.scheduler import Scheduler
+    from longspec.inference.server.limits import Limits
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -61,7 +63,6 @@ def serve(
 
     with extra("serve"):
         from longspec.inference.server.app import build_app
-        from longspec.inference.server.limits import Limits
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen, url_of
 
@@ -81,13 +82,10 @@ def serve(
         encode = _encoder(loaded, source.chat_template_kwargs)
         stop_ids, vocab_size = frozenset(loaded.stop_ids), loaded.model.config.vocab_size
         served = ServedModel(name, loaded.method, loaded.tokenizer, encode, stop_ids, longest, vocab_size, config)
-        weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
-        reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {longest} tokens"
-        print(f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)", file=sys.stderr)
+        print(_memory(loaded, scheduler, rows), file=sys.stderr)
         try:
             scheduler.start(served.sampling({}, stop_ids))
-            # The choices of a request are queued together, so they must fit into an empty queue.
-            limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
+            limits = _limits(options)
             app = build_app(served, scheduler, limits, options.api_key, allowed_hosts(options.host, options.api_key))
             note = f"{served.name} on {loaded.model.device}, method {loaded.method}; {served.described_defaults}"
             print(f"{note}\nlistening on {url_of(listening)}", file=sys.stderr, flush=True)
@@ -96,6 +94,20 @@ def serve(
             raise UserError(f"{loaded.name}: {error}") from error
         finally:
             scheduler.close()
+
+
+def _memory(loaded: "LoadedPair", scheduler: "Scheduler", rows: int) -> str:
+    """The line that says what weights and cache take."""
+    weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
+    reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
+    return f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)"
+
+
+def _limits(options: ServeOptions) -> "Limits":
+    from longspec.inference.server.limits import Limits
+
+    # The choices of a request are queued together, so they must fit into an empty queue.
+    return Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
 
 
 def _encoder(loaded: "LoadedPair", chat_template_kwargs: str | None) -> Callable[..., list[list[int]]]:

@@ -162,13 +162,9 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     chat_format = resolve_chat_format(options.chat_format, pair.target, config.model_type, tokenizer, notes.append)
     report_ignored(read_generation_config(pair.target, config), pair.target, (), notes.append)
 
-    # Loaded on the CPU here; a draft is small, and a wrong one should fail before the target loads.
-    draft_state = None
     # One that is named but not used is checked as well.
     draft = draft_in_use(pair, options.method, options.draft)
-    if draft:
-        draft_state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
-        _check_draft_settings(options, draft)
+    draft_state = _load_draft(options, draft, pair, config) if draft else None
 
     # The shorter of the published context and the one that the target's files state.
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
@@ -178,9 +174,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     questions = read_questions(*data, config.model_type, tokenizer, chat_format, prompt)
     selection = select_prompts(options.task, questions, tokenizer, options.test_length, options.min_prompt_len, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
-
     dtype = choose_dtype(options.dtype, config, device)
-    attention = attention_name(options.attention, device, dtype, head_dim(config))
     plan = EvaluationPlan(
         options=options,
         pair=pair,
@@ -194,7 +188,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
         max_new_tokens=max_new_tokens,
         device=device,
         dtype=dtype,
-        attention=attention,
+        attention=attention_name(options.attention, device, dtype, head_dim(config)),
         notes=notes,
     )
     _check_prompts(plan)
@@ -212,14 +206,19 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
 
 
-def _check_draft_settings(options: argparse.Namespace, draft: str) -> None:
-    """Raise UserError if the draft is untrained but the method needs it, or if its window is too small."""
+def _load_draft(options: argparse.Namespace, draft: str, pair: Pair, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """The weights of a draft, on the CPU: it is small, and a wrong one should fail before the target loads.
+
+    Raises UserError if it does not fit, is untrained but the method needs it, or if its window is too small.
+    """
+    state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
     settings = draft_settings(draft)
     if options.method in GLIDE_METHODS and not settings.is_trained:
         raise UserError(
             f"--draft: {draft} was saved with a fresh, untrained draft; give a trained one, or use --method lookup"
         )
     check_draft_window(drafting_of(options), settings.options.window)
+    return state
 
 
 def _check_batch_memory(plan: EvaluationPlan) -> None:

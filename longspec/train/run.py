@@ -91,13 +91,8 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
         logger.info("nothing left to do: %s already holds step %d, the last one", run_config.output_dir, total_steps)
         log_next_command(run_config)
         return True
-    logger.info(
-        "%d rows, %d per step; steps %d … %d",
-        len(inputs.rows),
-        rows_per_step(run_config),
-        start.step + 1,
-        total_steps,
-    )
+    rows, per_step = len(inputs.rows), rows_per_step(run_config)
+    logger.info("%d rows, %d per step; steps %d … %d", rows, per_step, start.step + 1, total_steps)
     logger.info("target %s, draft %s", run_config.model_name_or_path, start.state or draft or "fresh")
     if draft is None:
         warn_of_few_steps(total_steps, run_config.max_steps)

@@ -1,4 +1,4 @@
-"""Faults that a run survives: kill -9, a rank that ends, a loss of NaN.
+"""Faults that a run survives: kill -9, a rank that ends, a rank that does not answer, a loss of NaN.
 
 Signals that ask a run to stop are the subject of tests/e2e/test_stopping.py.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from training_fixtures import (
+    LIMIT_S,
     ROOT,
     TINY,
     background,
@@ -29,6 +30,7 @@ from training_fixtures import (
 
 from longspec.locks import LOCK_NAME
 from longspec.models.draft_files import load_draft
+from longspec.pipeline.processes import free_port
 from longspec.train.checkpoint import read_draft
 from longspec.train.generations import find_latest
 
@@ -60,8 +62,8 @@ def test_a_killed_run_goes_on_bit_for_bit(work: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["throws", pytest.param("dies", marks=pytest.mark.gpu)])
 def test_a_rank_that_ends_ends_them_all(work: Path, fault: str, device: str, tmp_path: Path) -> None:
-    """Over gloo the others hear of it where they wait; over NCCL they do not (see tests/e2e/test_peers.py, also for one
-    that dies on a CPU)."""
+    """Over gloo the others hear of it where they wait; over NCCL they do not (see the last test, also for one that
+    dies on a CPU)."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     began = time.monotonic()
@@ -100,3 +102,44 @@ def test_drill(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     trials = json.loads((tmp_path / "drill" / "summary.json").read_text())
     assert [(trial["zero_stage"], trial["kind"]) for trial in trials] == [(1, "all ranks killed")]
+
+
+RANKS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["dies", "stops"])
+def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> None:
+    """Each names the lost rank and prints its own stack.
+
+    Before the others are started, the first rank says once that it waits for them.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS), "FAULT": fault}
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "tests/stuck_run.py"],
+            cwd=ROOT,
+            env=launch_environment(RANK=str(rank), LOCAL_RANK=str(rank), **place),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    ranks = [start(1)]
+    try:
+        assert ranks[0].stderr is not None
+        waits = next(line for line in ranks[0].stderr if "waits for the others" in line)
+        assert f"rank 0 is expected at 127.0.0.1:{place['MASTER_PORT']}" in waits
+        ranks += [start(0), start(2)]
+        said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks[1:]]
+        if fault == "stops":
+            ranks[0].kill()
+        said_by_lost = ranks[0].communicate(timeout=LIMIT_S)[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode for rank in ranks)
+    assert "waits for the others" not in said_by_lost
+    how = "rank 1 does not answer" if fault == "stops" else "rank 1 is gone"
+    for other in said:
+        assert other.count(how) == 1 and "in wait_for_ever" in other, other

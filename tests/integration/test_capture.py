@@ -3,6 +3,7 @@
 import gc
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from longspec.models.glide import GlideMixin
 pytestmark = pytest.mark.gpu
 VOCAB = 61
 SHAPE = (2, 4, 3, 2)
-PENALTIES = {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 3}
 
 
 def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -104,33 +104,6 @@ def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
     assert torch.equal(*drafts)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9}, PENALTIES]
-)
-def test_a_second_call_replays_the_captured_round(tmp_path: Path, method: str, sampling: dict[str, float]) -> None:
-    """Same tokens as a new engine, whatever the earlier calls left; weights changed in place take effect."""
-    model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1).cuda()
-    settings = {"method": method, "tree_shape": SHAPE, "max_new_tokens": 20, **sampling}
-
-    def calls(pooled: bool) -> list[list[list[int]]]:
-        new = []
-        for lengths, seed in (((40,), 1), ((7,), 2), ((40,), 1), ((90,), 3)):
-            new.append(tokens(model, *lengths, seed=seed, **settings))
-            if not pooled:
-                engine_pool.release(model)
-        return new
-
-    expected = calls(pooled=False)
-    assert calls(pooled=True) == expected and len(engine_pool._idle[model]) == 1
-    for cross in model.draft_model.cross_attentions:
-        cross.o_proj.weight.data.mul_(-1)
-    model.lm_head.weight.data.mul_(-1)
-    changed = calls(pooled=True)
-    engine_pool.release(model)
-    assert changed == calls(pooled=False) != expected
-
-
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """With the pool's engines their caches and graphs are gone, with the model its weights and its engines."""
     torch.cuda.synchronize()
@@ -145,11 +118,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert engine_pool.release(model) == 1
     gc.collect()
     assert torch.cuda.memory_allocated() == loaded
-    tokens(model, 50, max_new_tokens=4)
-    assert len(capture_module._warm_kinds) == 1
     del model
     gc.collect()
-    assert len(capture_module._warm_kinds) == 0
     assert torch.cuda.memory_allocated() - before < 40 << 20, "more than a library's workspace"
 
 
@@ -207,3 +177,38 @@ def test_faulty_logits_end_captured_rounds(tmp_path: Path, method: str, sampling
                 tokens(model, 30, 7, **settings)
         weight.data[3, 4] = kept
         assert tokens(model, 30, 7, **settings) == expected
+
+
+MODES: dict[str, dict[str, Any]] = {method: {"method": method} for method in METHODS} | {
+    "node budget": {"method": "tree", "tree_nodes": 16},
+    "lookup branches": {"method": "tree", "tree_nodes": 32, "lookup_branches": True},
+    "auto": {"method": "auto"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modes_agree_with_vanilla_up_to_rounding(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """8k prompts, head_dim 128, GQA 4: a mode leaves vanilla's tokens only where two logits are near."""
+    layout = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+    model = make_pair(
+        tmp_path, family, dtype, **layout, vocab_size=512, initializer_range=0.05, max_position_embeddings=16384
+    ).cuda()
+    ids = torch.randint(1, 512, (2, 8000), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :3000] = 0
+    outputs = {mode: generate(model, ids, mask, max_new_tokens=48, **MODES[mode]).new_tokens for mode in MODES}
+    # A list of tokens changes the draft's head.
+    model.draft_model.set_vocabulary(torch.arange(0, 512, 3))
+    outputs["list"] = generate(model, ids, mask, method="tree", max_new_tokens=48).new_tokens
+    for mode, rows in outputs.items():
+        for row, (ours, vanilla) in enumerate(zip(rows, outputs["vanilla"], strict=True)):
+            differ = (ours != vanilla).nonzero()
+            if len(differ):
+                at = int(differ[0])
+                prompt = ids[row][mask[row].bool()]
+                with torch.no_grad():
+                    logits = model(torch.cat([prompt, vanilla[:at]])[None], logits_to_keep=1).logits[0, -1].float()
+                top = logits.topk(2).values
+                assert top[0] - top[1] < 0.05 * logits.abs().max(), f"{mode}, row {row}, token {at}: {top.tolist()}"

@@ -7,7 +7,7 @@ import torch
 from pairs import make_pair
 
 from longspec.inference.cache import TargetCache
-from longspec.inference.engine import prefill
+from longspec.inference.engine import capture, prefill
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.fused_runner import make_runner
@@ -35,7 +35,6 @@ def test_captured_starts_equal_eager_ones(
     batches = [Batch(runner, Drafting(method, (2, 3), 2), 3, 512) for _ in range(2)]
     captured, eager = (batch.starter for batch in batches)
     captured.capture()
-    assert len(captured._passes) == 3
     generator = torch.Generator().manual_seed(0)
     for row, count in [(2, 90), *PROMPTS.items()]:
         prompt = torch.randint(0, model.config.vocab_size, (1, count), generator=generator).to(device)
@@ -59,7 +58,6 @@ def test_captured_chunks_equal_eager_ones(tmp_path: Path) -> None:
         for _ in range(2)
     )
     captured.capture()
-    assert len(captured._passes) == 8
     assert not captured.cache.keys.any(), "warming up stored tokens"
     generator = torch.Generator().manual_seed(0)
     for row, counts in CHUNKS.items():
@@ -74,3 +72,21 @@ def test_captured_chunks_equal_eager_ones(tmp_path: Path) -> None:
         torch.testing.assert_close(store, expected, atol=5e-2, rtol=5e-2)
         for row, counts in CHUNKS.items():
             assert not store[:, row, :, sum(counts) :].any(), "padding was stored"
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_capture_without_memory_is_tried_once_more(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that the first, uncaptured run left cached are freed in between."""
+    errors = [torch.OutOfMemoryError("out of memory")] * failures
+
+    def captured(call: object, device: torch.device) -> object:
+        if errors:
+            raise errors.pop()
+        return call
+
+    monkeypatch.setattr(capture, "CapturedPass", captured)
+    if failures == 1:
+        assert capture.capture_pass(print, torch.device("cpu")) is print
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            capture.capture_pass(print, torch.device("cpu"))

@@ -23,6 +23,8 @@ from longspec.models.glide import GlideMixin
 
 SHAPE = (3, 4)
 SETTINGS = {"tree_shape": SHAPE, "gamma": 3, "max_new_tokens": 12}
+PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 3}
+SAMPLINGS: list[dict[str, Any]] = [{}, *({"temperature": 1.0} | more for more in ({}, {"top_k": 9}, PENALTIES))]
 
 
 def prompt(length: int, seed: int = 0) -> Tensor:
@@ -30,7 +32,7 @@ def prompt(length: int, seed: int = 0) -> Tensor:
 
 
 def tokens(model: GlideMixin, ids: Tensor, **settings: Any) -> list[list[int]]:
-    return [new.tolist() for new in generate(model, ids, **(SETTINGS | settings)).new_tokens]
+    return [new.tolist() for new in generate(model, ids.to(model.device), **(SETTINGS | settings)).new_tokens]
 
 
 def without_pool(model: GlideMixin, ids: Tensor, **settings: Any) -> list[list[int]]:
@@ -61,47 +63,29 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_second_call_builds_nothing_and_emits_the_same_tokens(
-    tmp_path: Path, method: str, built: list[Batch]
+    tmp_path: Path, method: str, device: str, built: list[Batch]
 ) -> None:
     """Other prompts, seeds and limits; a stale prefix, window or history would show."""
-    model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1)
-    for temperature in (0.0, 1.0):
+    model = make_pair(tmp_path, options=OPTIONS["both"], initializer_range=0.1).to(device)
+    for sampling in SAMPLINGS:
         calls: list[tuple[Tensor, dict[str, Any]]] = [
             (prompt(40, 1), {"seed": 1}),
             (prompt(3, 2), {"seed": 2, "max_new_tokens": 20}),
             (prompt(40, 1), {"seed": 3}),
             (prompt(40, 1), {"seed": 1}),
         ]
-        settings = {"method": method, "temperature": temperature}
+        settings = {"method": method, **sampling}
         expected = [without_pool(model, ids, **settings, **own) for ids, own in calls]
         built.clear()
         state = torch.random.get_rng_state()
         assert [tokens(model, ids, **settings, **own) for ids, own in calls] == expected
         assert len(built) == 1 and torch.equal(torch.random.get_rng_state(), state)
-        assert (expected[0] == expected[3]) and (expected[0] != expected[2] or not temperature)
+        assert (expected[0] == expected[3]) and (expected[0] != expected[2] or not sampling)
 
 
-def test_engines_of_other_kinds_are_not_shared(tmp_path: Path, built: list[Batch]) -> None:
-    """Everything that a captured round has baked in makes another kind."""
-    model = make_pair(tmp_path)
-    variants: list[dict[str, Any]] = [
-        *({}, {"method": "seq"}, {"tree_shape": (4, 3)}, {"max_new_tokens": 300}),
-        *({"temperature": 1.0} | more for more in ({}, {"top_k": 5}, {"min_p": 0.1}, {"tree_rule": "descend"})),
-    ]
-    for settings in variants:
-        tokens(model, prompt(9), **settings)
-    assert len(built) == len(variants) and len(idle(model)) == engine_pool.MOST_IDLE
-    tokens(model, prompt(9), temperature=0.7, tree_rule="descend", seed=1)  # rounds read these values from memory
-    assert len(built) == len(variants)
-    with torch.inference_mode():
-        tokens(model, prompt(9))
-    tokens(model, prompt(9))  # outside, the engine with tensors of inference is not found
-    assert len(built) == len(variants) + 2
-
-
-def test_weights_and_vocabularies_that_change_take_effect(tmp_path: Path, built: list[Batch]) -> None:
-    """Weights in place and by new ones, and a draft's list of tokens."""
-    model = make_pair(tmp_path)
+def test_weights_and_vocabularies_that_change_take_effect(tmp_path: Path, device: str, built: list[Batch]) -> None:
+    """Weights in place and by new ones, and a draft's list of tokens; on a GPU in captured rounds."""
+    model = make_pair(tmp_path).to(device)
     before = tokens(model, prompt(9))
     model.lm_head.weight.data.neg_()
     after = tokens(model, prompt(9))

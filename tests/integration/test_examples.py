@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,30 +22,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    script: str, *arguments: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> list[str]:
-    """The lines that a script prints."""
-    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-    exec(compile((EXAMPLES / script).read_text(), script, "exec"), {"__name__": "__main__", "__doc__": "An example."})
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Run a script with arguments; the lines that it prints."""
+
+    def run(script: str, *arguments: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        exec(compile((EXAMPLES / script).read_text(), script, "exec"), {"__name__": "__main__", "__doc__": "A script."})
+        return capsys.readouterr().out.splitlines()
+
+    return run
 
 
-def test_own_prompts(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_prompts(pair: Path, tmp_path: Path, run: Callable[..., list[str]]) -> None:
     (tmp_path / "prompts.txt").write_text("one\n\ntwo two\n")
-    given = (tmp_path / "prompts.txt", "--model", pair, "--max_new_tokens", 6)
-    lines = run("own_prompts.py", *given, monkeypatch=monkeypatch, capsys=capsys)
+    lines = run("own_prompts.py", tmp_path / "prompts.txt", "--model", pair, "--max_new_tokens", 6)
     assert lines[0].startswith("vanilla: ") and lines[1].startswith("auto: ")
     assert sum(line.startswith("-> ") for line in lines) == 2 and any("two two" in line for line in lines)
 
 
-def test_own_model(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = (pair, "--save", tmp_path / "saved", "--max_new_tokens", 6)
-    lines = run("own_model.py", *given, monkeypatch=monkeypatch, capsys=capsys)
+def test_own_model(pair: Path, tmp_path: Path, run: Callable[..., list[str]]) -> None:
+    lines = run("own_model.py", pair, "--save", tmp_path / "saved", "--max_new_tokens", 6)
     assert [line.partition(":")[0] for line in lines[:3]] == ["vanilla", "lookup", "tree"]
     assert "the methods agree: True" in lines and (tmp_path / "saved" / "draft").is_dir()
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from pairs import make_pair, target_greedy
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
-from transformers import GenerationMixin, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from longspec import generate
 from longspec.errors import UserError
@@ -19,20 +20,12 @@ from longspec.inference.drafting import magicdec
 from longspec.inference.drafting.proposal import Drafter, Proposal, chain
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.scheduler import Scheduler
-from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
-
-
-@pytest.fixture(params=[0, 1], ids=["waits", "ahead"])
-def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that are launched before the oldest one is read; captured rounds have 1."""
-    fixed = property(lambda worker: request.param, lambda worker, value: None)
-    monkeypatch.setattr(Worker, "ahead", fixed, raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -153,62 +146,6 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, *range(92, 102)]]
 
 
-class Recorder:
-    """A streamer that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        assert value.device.type == "cpu" and not self.ended
-        self.values.append(value)
-
-    def end(self) -> None:
-        self.ended = True
-
-
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("method", ["tree", "magicdec"])
-def test_a_streamer_gets_what_transformers_sends(tmp_path: Path, method: str) -> None:
-    """The prompt, then each new token: the same values and shapes in the same order."""
-    model = make_pair(tmp_path)
-    (row,) = prompts(8)
-    eos = target_greedy(model, row, 12)[7]
-    mine, theirs = Recorder(), Recorder()
-    generate(model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=mine, **SETTINGS)
-    GenerationMixin.generate(model, row[None], max_new_tokens=12, eos_token_id=eos, streamer=theirs)
-    assert mine.ended and len(mine.values) == len(theirs.values) > 2
-    assert all(torch.equal(one, other) for one, other in zip(mine.values, theirs.values, strict=True))
-
-
-class Breaks(Recorder):
-    def put(self, value: Tensor) -> None:
-        super().put(value)
-        if len(self.values) > 4:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.usefixtures("ahead")
-def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
-    model.train()
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    config, generation_config = model.config.to_dict(), model.generation_config.to_dict()
-    grads = [parameter.requires_grad for parameter in model.parameters()]
-    (row,) = prompts(8)
-    expected = target_greedy(model, row, 12)
-    breaks = Breaks()
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, row[None], max_new_tokens=12, streamer=breaks, **SETTINGS)
-    assert [int(value) for value in breaks.values[1:]] == expected[:4]
-    assert torch.is_grad_enabled() and model.training
-    assert [parameter.requires_grad for parameter in model.parameters()] == grads
-    assert (model.config.to_dict(), model.generation_config.to_dict()) == (config, generation_config)
-    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    assert generate(model, row[None], max_new_tokens=12, **SETTINGS).new_tokens[0].tolist() == expected
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -216,7 +153,6 @@ def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path) -> None:
         ({"tree_rule": "accept"}, "tree_rule: 'accept' is unknown"),
         ({"tree_shape": ()}, r"tree_shape: \(\)"),
         ({"tree_shape": (4, 62)}, "1 to 61"),
-        ({"tree_shape": 4}, "tree_shape: 4"),
         ({"tree_shape": "auto"}, "tree_shape: 'auto'"),
         ({"tree_shape": (60,) * 18}, "tree_shape: 1081 nodes"),
         ({"tree_nodes": 1}, "tree_nodes: 1; it must be an integer from 2 to 1024"),
@@ -229,7 +165,6 @@ def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path) -> None:
         ({"max_new_tokens": 4096}, "4096 positions"),
         ({"seed": 2**64}, "seed: 18446744073709551616"),
         ({"eos_token_id": "</s>"}, r"eos_token_id: \['</s>'\]"),
-        ({"eos_token_id": [1.5]}, "eos_token_id"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
         ({"stop_strings": ["a"]}, r"stop_strings: \['a'\] applies to model.generate only"),
         ({"streamer": print}, "streamer"),
@@ -274,7 +209,7 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="attention_mask: give"):
             generate(model, ids, mask)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="streaming takes a single prompt"):
-        generate(model, ids, streamer=Recorder())
+        generate(model, ids, streamer=SimpleNamespace(put=print, end=print))
     with pytest.raises(UserError, match="model: a LlamaForCausalLM"):
         generate(LlamaForCausalLM(model.config), ids)  # type: ignore[arg-type]
 

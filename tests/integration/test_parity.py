@@ -1,5 +1,6 @@
 """A draft computes the same while decoding (window, stale target cache) as while training (full sequences)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -20,6 +21,12 @@ from longspec.models.glide import GlideMixin
 
 DEPTH = 5
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def parity_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
@@ -68,7 +75,6 @@ def test_draft_uses_the_targets_scaled_rotary_embedding(tmp_path: Path, family: 
 @pytest.mark.parametrize(
     ("family", "overrides", "window"), [("llama", {}, WINDOW), ("qwen2", MHA, WINDOW), ("mistral", MHA, 48)]
 )
-@torch.no_grad()
 def test_chain_logits_equal_training_logits_at_the_same_lag(
     tmp_path: Path, family: str, overrides: dict, window: int, device: str
 ) -> None:
@@ -84,7 +90,6 @@ def test_chain_logits_equal_training_logits_at_the_same_lag(
     ("family", "options"),
     [*(("llama", options) for options in OPTIONS.values()), *((other, OPTIONS["both"]) for other in FAMILIES[1:])],
 )
-@torch.no_grad()
 def test_drafts_of_every_kind_draft_as_either_variant_trains(
     tmp_path: Path, family: str, options: DraftOptions, variant: str, device: str
 ) -> None:
@@ -96,10 +101,8 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [*zip(FAMILIES, cycle((OPTIONS["published"], OPTIONS["both"])), strict=False)],
+    ("family", "options"), [*zip(FAMILIES, cycle((OPTIONS["published"], OPTIONS["both"])), strict=False)]
 )
-@torch.no_grad()
 def test_tree_logits_equal_training_logits_along_each_path(
     tmp_path: Path, family: str, options: DraftOptions, device: str
 ) -> None:
@@ -109,7 +112,6 @@ def test_tree_logits_equal_training_logits_along_each_path(
     compare_trees(model, prompts, TOLERANCE)
 
 
-@torch.no_grad()
 def test_window_edge(tmp_path: Path) -> None:
     """The query at i sees the keys i - 512 … i, in training and (by parity) in decoding: 512 back yes, 513 no."""
     model = parity_pair(tmp_path, "llama")
@@ -136,7 +138,6 @@ def reading_only(folder: Path, source: str) -> GlideMixin:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@torch.no_grad()
 def test_lag_edge(tmp_path: Path, source: str) -> None:
     """At lag s the query at i sees what the target has up to i - s: a change there shows, one later does not."""
     model = reading_only(tmp_path, source)
@@ -152,7 +153,6 @@ def test_lag_edge(tmp_path: Path, source: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@torch.no_grad()
 def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path, source: str) -> None:
     """Block size 4: the query at i sees target keys j with j // 4 < i // 4, so labels never leak through the target."""
     model = reading_only(tmp_path, source)
@@ -166,7 +166,6 @@ def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path, source: s
 
 
 @pytest.mark.parametrize(("lag", "without"), [(3, 3), (None, 4)])
-@torch.no_grad()
 def test_a_query_without_visible_keys_has_no_feature(tmp_path: Path, lag: int | None, without: int) -> None:
     """The first `without` tokens of a segment are drafted from their embeddings alone."""
     model = reading_only(tmp_path, "feature_proj")
@@ -178,7 +177,6 @@ def test_a_query_without_visible_keys_has_no_feature(tmp_path: Path, lag: int | 
 
 
 @pytest.mark.parametrize("options", [OPTIONS["published"], OPTIONS["both"]], ids=["published", "both"])
-@torch.no_grad()
 def test_packed_segments_do_not_see_each_other(tmp_path: Path, options: DraftOptions) -> None:
     """Segments that share a row give the logits of the same segments alone, jumps in position (anchors) included."""
     model = parity_pair(tmp_path, "qwen2", options=options)
@@ -194,7 +192,6 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path, options: DraftOpt
     torch.testing.assert_close(packed[9:], hidden([second], [anchored], [3]), **TOLERANCE)
 
 
-@torch.no_grad()
 def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
     """Anchor-offset positions leave the attention whole: the first token still reaches the target's last state."""
     model = parity_pair(tmp_path, "llama")
@@ -202,11 +199,7 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
 
     def last_state(tokens: Tensor) -> Tensor:
         return training_pass(
-            model,
-            [tokens],
-            torch.tensor([1]),
-            lambda draft, target, *_: target[0, -1],
-            [positions[0]],
+            model, [tokens], torch.tensor([1]), lambda draft, target, *_: target[0, -1], [positions[0]]
         )
 
     tokens = random_tokens(20)

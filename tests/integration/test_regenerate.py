@@ -257,8 +257,5 @@ def test_prompts_that_the_chat_template_rejects_are_named_before_any_work_and_co
 
 def test_one_run_at_a_time_writes_shards(target: Path, tmp_path: Path) -> None:
     given = settings(target, tmp_path, count=4)
-    with (
-        SplitShards(given, 4, {"seed": 0}).claimed(),
-        pytest.raises(UserError, match="another run is writing to"),
-    ):
+    with SplitShards(given, 4, {"seed": 0}).claimed(), pytest.raises(UserError, match="another run is writing to"):
         regenerate(given)

@@ -10,16 +10,18 @@ import pytest
 import torch
 from pairs import FAMILIES, drafted_pair, make_pair
 from serving import SMALL, Answer, alone, answers, random_requests, serving
+from torch import Tensor
 
+from longspec.inference.drafting.proposal import WrappedDrafter
 from longspec.inference.engine.requests import Request, Sampling, Tree
-from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.engine.round_record import RoundResult
+from longspec.inference.engine.rounds import Rounds
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
 """Small, so that random drafts get tokens accepted."""
 LISTED = (0, 2, 5)
 """Vocabulary list of the draft `listed`."""
-SIZES = (2**20, 2**21, 2**24)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +210,39 @@ def test_captured_rounds_answer_as_alone(tmp_path: Path, family: str) -> None:
             assert answer.ids == alone(model, request)
 
 
-def test_capacity_follows_the_memory(models: Models) -> None:
-    model = models("llama")
-    capacities = [Scheduler(model, **SMALL | {"memory": memory, "max_rows": 2}).batch.capacity for memory in SIZES]
-    assert capacities == [1280, 2560, 4352]  # the last one by the target's 4096 positions
+PROMPT = [1, 5, 1, 4, 2, 5, 1, 5, 1, 4, 2, 3]
+
+
+def path_origins(drafter: Any, path: list[int]) -> list[str]:
+    """Of the accepted tokens of row 0: from lookup as far as they follow one of the branches."""
+    while isinstance(drafter, WrappedDrafter):
+        drafter = drafter.drafter
+    state = drafter.lookup.state
+    exists = state.scores[0] > -torch.inf
+    branches = [tokens[inside].tolist() for tokens, inside in zip(state.tokens[0], exists, strict=True)]
+    depths = range(1, len(path) + 1)
+    return ["lookup" if any(branch[:d] == path[:d] for branch in branches) else "draft" for d in depths]
+
+
+def test_tokens_and_trees_have_the_origin_of_their_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamers get the origins of these events."""
+    expected: list[list[str]] = []
+    play = Rounds.round
+
+    def watched(self: Rounds, active: Tensor) -> RoundResult:
+        played = play(self, active)
+        path = played.tokens[0, : int(played.counts[0]) - 1].tolist()
+        expected.append([*path_origins(self.drafter, path), "target"])
+        return played
+
+    monkeypatch.setattr(Rounds, "round", watched)
+    # A pair that loops, with a vocabulary so small that a random draft is often right.
+    model = make_pair(tmp_path, "qwen2", vocab_size=7)
+    with serving(model, max_rows=1, method="tree", lookup_branches=True, tree_nodes=9) as scheduler:
+        expected.clear()
+        (answer,) = answers(scheduler, [Request(PROMPT, 60, trace=True)])
+    assert answer.events[0].origins == ["target"]
+    for event, origins in zip(answer.events[1:], expected, strict=True):
+        assert event.origins == origins[: len(event.ids)]
+        assert event.tree is not None and event.tree.origins == origins[:-1]
+    assert {origin for event in answer.events for origin in event.origins} == {"draft", "lookup", "target"}

@@ -109,12 +109,7 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
     replies = []
 
     def probe(client: TestClient) -> None:
-        for variables in (
-            {},
-            {"shout": "hey", "loud": 1, "x": None},
-            {"depth": 2},
-            {"chat_template": "other"},
-        ):
+        for variables in ({}, {"shout": "hey", "loud": 1, "x": None}, {"depth": 2}, {"chat_template": "other"}):
             body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables, "max_tokens": 1}
             replies.append(client.post("/v1/chat/completions", json=body))
 

@@ -1,8 +1,6 @@
 """`model.generate`: transformers' arguments and results, tokens of the target alone, and rounds that speculate."""
 
-from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from transformers import (
     pipeline,
 )
 
-from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.models.glide import GlideMixin
@@ -161,39 +158,6 @@ def test_what_cannot_be_applied_is_refused_by_name(tmp_path: Path, settings: dic
     with pytest.raises(UserError, match=f"^{name}: ") as error:
         model.generate(**padded_prompts(), **settings)
     assert "\n" not in str(error.value)
-
-
-class Ends:
-    """A streamer that counts its ends, and fails at its n-th value."""
-
-    def __init__(self, fails_at: int) -> None:
-        self.left, self.ends = fails_at, 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-    def end(self) -> None:
-        self.ends += 1
-
-
-def test_a_streamer_is_ended_once_however_generation_ends(tmp_path: Path) -> None:
-    """A reader in another thread would wait for ever."""
-    model, ids = make_pair(tmp_path), padded_prompts()["input_ids"][1:]
-    cases: list[tuple[dict[str, Any], int, type[BaseException] | None]] = [
-        ({}, 0, None),
-        ({}, 3, KeyboardInterrupt),
-        ({"max_new_tokens": 10**6}, 0, UserError),
-        ({"method": "none"}, 0, UserError),
-        ({"stopping_criteria": [lambda *_: 1 / 0]}, 0, ZeroDivisionError),
-    ]
-    for settings, fails_at, error in cases:
-        for call in (model.generate, partial(generate, model)):
-            streamer = Ends(fails_at)
-            with pytest.raises(error) if error else nullcontext():
-                call(ids, **{"max_new_tokens": 4, "method": "lookup", "streamer": streamer} | settings)
-            assert streamer.ends == 1, (settings, call)
 
 
 def test_a_pipeline_speculates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,7 @@ def talk(turn):
         (talk({"role": "user"}), r"field 'messages\[0\]\.content' must be a string, not null"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, r"field 'conversations\[0\]\.from' is 'robot'"),
         (talk({"role": "function", "content": "x"}), r"field 'messages\[0\]\.role' is 'function'"),
-        (
-            talk({"role": "assistant", "tool_calls": [{"id": "1"}]}),
-            r"\[0\]\.tool_calls' would be ignored",
-        ),
+        (talk({"role": "assistant", "tool_calls": [{"id": "1"}]}), r"\[0\]\.tool_calls' would be ignored"),
         (talk({"role": "user", "content": [{"type": "image_url"}]}), r"\.content\[0\]' is of type 'image_url'"),
         ({"article": ["a", 5], "abstract": ["1", "2"]}, r"field 'article\[1\]' must be a string, not int"),
         ({"text": "half \ud83d"}, "field 'text' holds half of a surrogate pair"),

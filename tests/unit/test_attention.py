@@ -34,12 +34,16 @@ DTYPES = {
 """Those that a backend takes; by default all of TOLERANCE."""
 SHAPES = [(2, 1, 1, 64), (1, 4, 37, 64), (2, 5, 5, 128), (1, 8, 20, 80)]
 LARGE = [((1, 4, 69, 64), [95, 3]), ((1, 5, 69, 128), [60, 64]), ((1, 1, 150, 16), [130]), ((1, 2, 3, 256), [96, 1])]
+Shape = tuple[int, int, int, int]
+"""KV heads, query heads per KV head, nodes and head_dim."""
+Attend = tuple[DecodingAttention, str]
+"""A backend and its device."""
 GPU_HEADS = [(64, 8), (80, 1), (80, 5), (128, 4), (128, 5), (256, 2)]
 """head_dim and query heads per KV head."""
 
 
 @pytest.fixture
-def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[DecodingAttention, str]:
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
     """A backend and its device. Short prefixes are split too, and FlashAttention-3 takes caches of any size."""
     backend, device = request.param.split()
     if backend == "sdpa":
@@ -115,11 +119,7 @@ def some_mask(batch: int, nodes: int, keys: int) -> Tensor:
     indirect=["attend"],
 )
 def test_hybrid_equals_dense_attention(
-    attend: tuple[DecodingAttention, str],
-    shape: tuple[int, int, int, int],
-    queries: int,
-    lengths: list[int],
-    dtype: torch.dtype,
+    attend: Attend, shape: Shape, queries: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
     """For all nodes of a tree, and for the last ones."""
     (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
@@ -153,9 +153,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 @pytest.mark.parametrize(("attend", "dtype"), with_backends(*((dtype,) for dtype in TOLERANCE)), indirect=["attend"])
 @pytest.mark.parametrize("kind", SCORES)
-def test_huge_scores_neither_overflow_nor_vanish(
-    kind: str, dtype: torch.dtype, attend: tuple[DecodingAttention, str]
-) -> None:
+def test_huge_scores_neither_overflow_nor_vanish(kind: str, dtype: torch.dtype, attend: Attend) -> None:
     """Dimension 0 of queries and keys makes them. In fp32 a score of 1e4 has an ulp of 1e-3."""
     backend, device = attend
     for lengths, nodes in (([0, 1, 130], 33), ([65], 1)):
@@ -178,9 +176,7 @@ def test_huge_scores_neither_overflow_nor_vanish(
 @pytest.mark.parametrize(
     ("shape", "lengths"), [*((shape, [0, 130, 7]) for shape in SHAPES), (SHAPES[1], [150]), (SHAPES[1], [0, 0])]
 )
-def test_prefix_equals_dense_attention(
-    shape: tuple[int, int, int, int], lengths: list[int], attend: tuple[DecodingAttention, str]
-) -> None:
+def test_prefix_equals_dense_attention(shape: Shape, lengths: list[int], attend: Attend) -> None:
     """With lengths in int32 and int64; a sequence without a prefix gives 0."""
     (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
@@ -195,28 +191,20 @@ def test_prefix_equals_dense_attention(
 
 @pytest.mark.parametrize(("attend", "dtype"), with_backends(*((dtype,) for dtype in TOLERANCE)), indirect=["attend"])
 @pytest.mark.parametrize(
-    ("window", "tree", "kv_heads", "group", "nodes", "head_dim", "level"),
+    ("window", "tree", "shape", "level"),
     [
-        *((40, 21, 2, 4, *case) for case in ((1, 64, 0), (16, 64, 1), (5, 80, 4))),
-        *((160, 69, 1, 4, 4, 64, 5), (40, 5, 2, 1, 1, 128, 1), (64, 21, 1, 5, 4, 80, 0)),
-        *(pytest.param(512, 69, 1, 4, 16, 64, level, marks=pytest.mark.gpu) for level in (0, 1, 5)),
-        *(pytest.param(512, 69, 2, 1, 1, 128, level, marks=pytest.mark.gpu) for level in (0, 1, 5)),
+        *((40, 21, (2, 4, *nodes), level) for nodes, level in (((1, 64), 0), ((16, 64), 1), ((5, 80), 4))),
+        *((160, 69, (1, 4, 4, 64), 5), (40, 5, (2, 1, 1, 128), 1), (64, 21, (1, 5, 4, 80), 0)),
+        *(pytest.param(512, 69, (1, 4, 16, 64), level, marks=pytest.mark.gpu) for level in (0, 1, 5)),
+        *(pytest.param(512, 69, (2, 1, 1, 128), level, marks=pytest.mark.gpu) for level in (0, 1, 5)),
     ],
 )
 def test_window_sees_tokens_by_position_and_nodes_by_the_mask(
-    window: int,
-    tree: int,
-    kv_heads: int,
-    group: int,
-    nodes: int,
-    head_dim: int,
-    level: int,
-    dtype: torch.dtype,
-    attend: tuple[DecodingAttention, str],
+    window: int, tree: int, shape: Shape, level: int, dtype: torch.dtype, attend: Attend
 ) -> None:
     """Against explicit positions, with roots before, at and after the first turn of the ring buffer. Windows of several
     blocks and of one, in each dtype: Triton has miscompiled the loop over one block."""
-    backend, device = attend
+    (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
     roots = [0, 7, window, window + 1, 3 * window + 13]
     generator = torch.Generator().manual_seed(nodes)
     q = torch.randn(len(roots), nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2).to(dtype)
@@ -235,19 +223,16 @@ def test_window_sees_tokens_by_position_and_nodes_by_the_mask(
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "nodes", "slots", "head_dim"),
+    ("shape", "slots"),
     [
-        *[(2, 4, 1, 1, 64), (2, 4, 37, 37, 64), (2, 4, 40, 100, 64), (2, 4, 5, 100, 64)],
-        pytest.param(2, 4, 1, 700, 128, marks=pytest.mark.gpu),
-        pytest.param(2, 4, 69, 700, 128, marks=pytest.mark.gpu),
-        pytest.param(3, 3, 512, 512, 64, marks=pytest.mark.gpu),
-        pytest.param(1, 5, 300, 4000, 256, marks=pytest.mark.gpu),
+        *(((2, 4, nodes, 64), slots) for nodes, slots in ((1, 1), (37, 37), (40, 100), (5, 100))),
+        *(pytest.param((2, 4, nodes, 128), 700, marks=pytest.mark.gpu) for nodes in (1, 69)),
+        pytest.param((3, 3, 512, 64), 512, marks=pytest.mark.gpu),
+        pytest.param((1, 5, 300, 256), 4000, marks=pytest.mark.gpu),
     ],
 )
-def test_prefill_chunk_is_causal_up_to_its_end(
-    kv_heads: int, group: int, nodes: int, slots: int, head_dim: int, attend: tuple[DecodingAttention, str]
-) -> None:
-    backend, device = attend
+def test_prefill_chunk_is_causal_up_to_its_end(shape: Shape, slots: int, attend: Attend) -> None:
+    (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, kv_heads * group, nodes, head_dim, generator=generator).to(dtype)
@@ -259,12 +244,10 @@ def test_prefill_chunk_is_causal_up_to_its_end(
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)
-@pytest.mark.parametrize(("kv_heads", "group", "nodes", "head_dim"), SHAPES)
-def test_masked_equals_dense_attention(
-    kv_heads: int, group: int, nodes: int, head_dim: int, attend: tuple[DecodingAttention, str]
-) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masked_equals_dense_attention(shape: Shape, attend: Attend) -> None:
     """Over several blocks of slots and over less than one; a query that sees no key gets 0."""
-    backend, device = attend
+    (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
     dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
     for slots in (9, 130):
         q, k, v, _ = (x.to(dtype) for x in make_cache([slots, slots], kv_heads, group, nodes, head_dim, 0))
@@ -272,57 +255,6 @@ def test_masked_equals_dense_attention(
         mask = some_mask(2, nodes, slots)
         mask[1, -1] = False
         got = backend.masked(*(x.to(device) for x in (q, k, v, mask)), 0.15)
-        torch.testing.assert_close(
-            got.cpu().double(), dense(q, k, v, mask, 0.15), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-        )
+        expected = dense(q, k, v, mask, 0.15)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         assert got[1, :, -1].eq(0).all()
-
-
-CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FLASH, reason="needs fa3-fwd"))]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("nodes", [7, 69])
-@pytest.mark.parametrize("backend", CUDA_BACKENDS)
-def test_a_captured_call_follows_lengths_masks_and_keys(
-    backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One CUDA graph of all calls, replayed after all inputs have changed, equals eager calls. None of them waits."""
-    from longspec.kernels.triton import flash_attention
-
-    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
-    dtype = torch.bfloat16 if backend == "flash" else torch.float16
-    attend = choose_backend(backend, torch.device("cuda"), dtype, 128).attention
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-    q, k, v = random(2, nodes, 8, 128).transpose(1, 2), random(2, 2, 3000, 128), random(2, 2, 3000, 128)
-    ring_k, ring_v = random(2, 2, 512 + nodes, 128), random(2, 2, 512 + nodes, 128)
-    lengths = torch.tensor([2900, 100], dtype=torch.int32, device="cuda")
-    tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
-
-    def run() -> tuple[Tensor, ...]:
-        return (
-            attend.hybrid(lengths, tree_mask)(q, k, v, 0.1),
-            attend.prefix(q, k, v, lengths, 0.1),
-            attend.window(q, ring_k, ring_v, lengths, 2, tree_mask, 0.1),
-            attend.prefill(q, k, v, 0.1),
-        )
-
-    run()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for rows in ([17, 3000 - nodes], [0, 0], [1024, 1]):
-        lengths.copy_(torch.tensor(rows))
-        tree_mask.copy_(some_mask(2, nodes, nodes))
-        for x in (k, v):
-            x.normal_(generator=generator)
-        graph.replay()
-        torch.testing.assert_close(captured, run(), rtol=0, atol=0)

@@ -1,9 +1,7 @@
-"""Rotation of checkpoints. A crash at any point of a save leaves a complete pair, and the newest one is used."""
+"""What a checkpoint holds, whether it was saved whole, and which run and settings may go on from it."""
 
 import errno
 import math
-import os
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,123 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
+from test_generations import DRAFT_FILE, latest, marker, whole_folders, write_pairs
 from training_fixtures import ROOT
 
 from longspec.errors import UserError
-from longspec.train import generations
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
 from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
 from longspec.train.config_schema import TrainConfig
-from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, find_draft, find_latest
-from longspec.train.markers import MARKER, Contents, Marker, Run, is_whole, write_marker
+from longspec.train.generations import BEST, complete_saves
+from longspec.train.markers import Contents, Run, write_marker
 from longspec.train.resume import check_same_run
-
-DRAFT_FILE = "draft_model_weights.pth"
-ANY_RUN = Run()
-
-
-def marker(step: int, run: Run = ANY_RUN) -> Marker:
-    return Marker(step, world_size=2, run=run)
-
-
-def write(folder: Path, step: int, whole: bool = True, run: Run = ANY_RUN) -> None:
-    (folder / "sub").mkdir(parents=True)
-    (folder / "sub" / "content").write_text(str(step))
-    if folder.name in (*DRAFTS, *BEST):
-        (folder / DRAFT_FILE).write_text(str(step))
-    if whole:
-        write_marker(folder, marker(step, run))
-
-
-def write_pairs(output: Path, *steps: int | None, run: Run = ANY_RUN) -> None:
-    """Write the state and the draft of each generation: staged, newest and second newest. None writes nothing."""
-    for number, step in enumerate(steps):
-        for names in (STATES, DRAFTS):
-            if step is not None:
-                write(output / names[number], step, run=run)
-
-
-def latest(output: Path) -> tuple[str, int] | None:
-    """Name and step of the newest state."""
-    found = find_latest(output)
-    return found and (found[0].name, found[1].step)
-
-
-def step_of(folder: Path) -> int:
-    assert is_whole(folder)
-    return int((folder / "sub" / "content").read_text())
-
-
-def whole_folders(output: Path) -> list[tuple[str, int]]:
-    return sorted((folder.name, step_of(folder)) for folder in output.iterdir())
-
-
-def contents(output: Path) -> dict[str, bytes | None]:
-    """Every file and folder in `output`."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(output.rglob("*"))}
-
-
-class Crash(Exception):
-    """The death of a process."""
-
-
-def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crash before the `act`-th change of the file system, or halfway through the removal of a folder."""
-    acts = iter(range(1000))
-
-    def wrapped(change, before):  # type: ignore[no-untyped-def]
-        def run(*args, **kwargs):  # type: ignore[no-untyped-def]
-            if next(acts) == act:
-                before(*args)
-                raise Crash
-            return change(*args, **kwargs)
-
-        return run
-
-    monkeypatch.setattr(Path, "rename", wrapped(Path.rename, lambda *_: None))
-    rmtree = shutil.rmtree
-    monkeypatch.setattr(generations.shutil, "rmtree", wrapped(rmtree, lambda folder: rmtree(folder / "sub")))
-
-
-@pytest.mark.parametrize("act", range(9))
-def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 8 changes: 2 removals and 2 renames for each of the two kinds of folder."""
-    write_pairs(tmp_path, 3, 2, 1)
-    with monkeypatch.context() as dying:
-        crash_at(act, dying)
-        if act < 8:
-            with pytest.raises(Crash):
-                complete_saves(tmp_path)
-        else:
-            complete_saves(tmp_path)
-    for names in (STATES, DRAFTS):
-        assert any(is_whole(tmp_path / name) and step_of(tmp_path / name) >= 2 for name in names)
-    before = contents(tmp_path)
-    assert latest(tmp_path) in [(name, 3) for name in STATES[:2]]
-    assert contents(tmp_path) == before, "looking changes nothing"
-    complete_saves(tmp_path)
-    assert latest(tmp_path) == ("last_ds", 3)
-    assert step_of(tmp_path / "checkpoint-last") == 3
-    assert not (tmp_path / STATES[0]).exists() and not (tmp_path / DRAFTS[0]).exists()
-    assert all(step == 2 for name, step in whole_folders(tmp_path) if "2" in name)
-
-
-@pytest.mark.parametrize("act", range(4))
-def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are 3 changes: 2 to remove the previous one and 1 rename. An incomplete draft never replaces it."""
-    staged, best = (tmp_path / name for name in BEST)
-    write(best, 1)
-    write(staged, 2)
-    with monkeypatch.context() as dying:
-        crash_at(act, dying)
-        if act < 3:
-            with pytest.raises(Crash):
-                complete_saves(tmp_path)
-    complete_saves(tmp_path)
-    assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
-    write(staged, 3, whole=False)
-    complete_saves(tmp_path)
-    assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
 
 
 def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
@@ -152,147 +43,6 @@ def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
     assert read_best(config, Run("another")) == -math.inf and "is of another run" in caplog.text
     (best / "evaluation.json").write_text("{}")
     assert read_best(config, run) == -math.inf and "evaluation.json is not the file that was saved" in caplog.text
-
-
-@pytest.mark.parametrize("state_whole", [True, False])
-def test_a_crash_before_the_last_marker_leaves_the_earlier_pair(state_whole: bool, tmp_path: Path) -> None:
-    write_pairs(tmp_path, None, 2, 1)
-    write(tmp_path / STATES[0], 3, whole=state_whole)
-    write(tmp_path / DRAFTS[0], 3, whole=False)
-    assert latest(tmp_path) == ("last_ds", 2)
-    complete_saves(tmp_path)
-    assert latest(tmp_path) == ("last_ds", 2)
-    assert step_of(tmp_path / "checkpoint-last") == 2 and len(whole_folders(tmp_path)) == 4
-
-
-def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -> None:
-    """If all states are damaged, the run must not restart at 0, as it does in an empty folder."""
-    assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
-    write(tmp_path / "last_ds", 4, whole=False)
-    with pytest.raises(UserError, match="last_ds was not saved whole"):
-        find_latest(tmp_path)
-    write(tmp_path / "last_2ds", 2)
-    write_pairs(tmp_path, 3)
-    complete_saves(tmp_path)
-    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
-
-
-DAMAGES = {
-    "truncated": (lambda file: file.write_text("4" * 3), "content is not the file that was saved"),
-    "foreign": (lambda file: file.write_text("5555"), "content is not the file that was saved"),
-    "gone": (Path.unlink, "content cannot be read"),
-    "pipe": (lambda file: (file.unlink(), os.mkfifo(file)), "content cannot be read"),
-    "marker": (lambda file: (file.parents[1] / MARKER).write_text('{"step": '), f"{MARKER} is not a valid marker"),
-    "no step": (lambda file: rename(file, '"step"', '"stop"'), f"{MARKER} is not a valid marker"),
-    "stray": (lambda file: (file.parent / "zero_optim_states.pt").touch(), "zero_optim_states.pt is not the file"),
-}
-
-
-def rename(file: Path, one: str, other: str) -> None:
-    """Change text in a marker."""
-    marker = file.parents[1] / MARKER
-    marker.write_text(marker.read_text().replace(one, other))
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A launch that resumes from the older state replaces the damaged one and keeps the newer draft. If both are
-    damaged, the error names both."""
-    damage, said = DAMAGES[kind]
-    write_pairs(tmp_path, None, 4444, 3333, run=Run("run"))
-    damage(tmp_path / "last_ds" / "sub" / "content")
-    assert latest(tmp_path) == ("last_2ds", 3333)
-    assert said in caplog.text and "older checkpoint" in caplog.text
-    write_pairs(tmp_path, 4444, run=Run("run"))
-    complete_saves(tmp_path)
-    assert [step_of(tmp_path / name) for names in (STATES, DRAFTS) for name in names[1:]] == [4444, 3333] * 2
-    assert step_of(tmp_path / "checkpoint-earlier-1") == 4444
-    for name in STATES[1:]:
-        (tmp_path / name / "sub" / "content").write_text("?")
-    with pytest.raises(UserError, match=r"last_ds/sub/content is not.*last_2ds/sub/content is not"):
-        find_latest(tmp_path)
-
-
-def save_twice(output: Path, first: int, run: Run, overwrite: bool = False) -> None:
-    """Save a draft with its state twice, as one launch."""
-    for step in (first, first + 1):
-        write_pairs(output, step, run=run)
-        complete_saves(output, overwrite)
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrite: bool, tmp_path: Path) -> None:
-    """Neither the last drafts nor the best one are removed, unless the user allowed it, and then only after the new
-    run's save."""
-    save_twice(tmp_path, 19, Run("old"))
-    write(tmp_path / BEST[1], 12, run=Run("old"))
-    shutil.rmtree(tmp_path / "last_ds")
-    shutil.rmtree(tmp_path / "last_2ds")
-    before = contents(tmp_path)
-    write(tmp_path / STATES[0], 1, run=Run("new"))
-    write(tmp_path / DRAFTS[0], 1, whole=False)
-    complete_saves(tmp_path, overwrite)
-    assert contents(tmp_path) == before, "an unfinished save touches no draft"
-    save_twice(tmp_path, 1, Run("new"), overwrite)
-    assert (tmp_path / BEST[1]).exists() is not overwrite
-    write(tmp_path / BEST[0], 1, run=Run("new"))
-    complete_saves(tmp_path, overwrite)
-    earlier = [("checkpoint-earlier-1", 19), ("checkpoint-earlier-2", 20), ("checkpoint-earlier-3", 12)]
-    new = [("checkpoint-2last", 1), ("checkpoint-best", 1), ("checkpoint-last", 2), ("last_2ds", 1), ("last_ds", 2)]
-    assert whole_folders(tmp_path) == sorted(new if overwrite else [*new, *earlier])
-
-
-def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    output.mkdir()
-    write_pairs(tmp_path, None, 4)
-    for names in (STATES, DRAFTS):
-        (output / names[1]).symlink_to(tmp_path / names[1])
-    assert latest(output) == ("last_ds", 4)
-    save_twice(output, 5, ANY_RUN)
-    assert [step for _, step in whole_folders(output)] == [5, 6, 5, 6]
-    assert step_of(tmp_path / "last_ds") == 4
-
-
-def test_a_dangling_link_is_a_damaged_state(tmp_path: Path) -> None:
-    """The run must not start at step 0 because a disk is not mounted."""
-    (tmp_path / "last_ds").symlink_to("gone")
-    with pytest.raises(UserError, match="last_ds was not saved whole"):
-        find_latest(tmp_path)
-    write(tmp_path / "last_2ds", 2)
-    assert latest(tmp_path) == ("last_2ds", 2)
-    save_twice(tmp_path, 3, ANY_RUN)
-    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [4, 3]
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_draft_without_its_marker_is_kept_unless_the_user_said_so(overwrite: bool, tmp_path: Path) -> None:
-    """A user may copy only the weights into a folder of that name."""
-    (tmp_path / "checkpoint-last").mkdir()
-    (tmp_path / "checkpoint-last" / DRAFT_FILE).write_text("copied")
-    save_twice(tmp_path, 1, Run("new"), overwrite)
-    kept = tmp_path / "checkpoint-earlier-1" / DRAFT_FILE
-    assert kept.exists() is not overwrite and step_of(tmp_path / "checkpoint-last") == 2
-
-
-def test_any_complete_draft_is_found_and_the_newest_whole_one_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def newest() -> tuple[str, int]:
-        folder, found = find_draft(tmp_path)  # type: ignore[misc]
-        return folder.name, found.step
-
-    assert find_draft(tmp_path) is None
-    for number, step in ((2, 7), (10, 8)):
-        write(tmp_path / f"checkpoint-earlier-{number}", step)
-    assert newest() == ("checkpoint-earlier-10", 8)
-    for name, step in ((BEST[1], 9), (DRAFTS[2], 10), (DRAFTS[1], 11)):
-        write(tmp_path / name, step)
-        assert newest() == (name, step)
-    (tmp_path / DRAFTS[1] / "sub" / "content").write_text("??")
-    assert not caplog.text
-    assert newest() == (DRAFTS[2], 10)
-    assert "checkpoint-last/sub/content is not the file that was saved" in caplog.text
 
 
 class FullDisk:

@@ -20,6 +20,7 @@ from longspec.errors import UserError
 from longspec.inference.methods import AUTO, METHODS
 from longspec.models.target_split import rank_folder
 
+TINY = "tiny_glide_stage1_sinkpi-slicing"
 COMMANDS = ("chat", "generate", "serve", "bench", "evaluate", "regenerate", "train", "extract", "split")
 HELP = f"""
 import sys
@@ -75,22 +76,26 @@ def test_bad_input_is_one_line_and_exit_code_2(
         assert error.value.code == 2 and stderr.startswith("error: ") and part in stderr and stderr.count("\n") == 1
 
 
-def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Path) -> None:
-    name = "tiny_glide_stage1_sinkpi-slicing"
+@pytest.fixture
+def experiment(tmp_path: Path) -> list[str]:
+    """The tiny experiment with a target and a file of five records."""
     save_target(tmp_path / "target", "mistral")
-    (tmp_path / "a b.jsonl").write_text('{"text": "one"}\n')
-    override = f"data.files=[{tmp_path}/a b.jsonl]"
-    given = ["train", name, f"model_name_or_path={tmp_path}/target", override, "--num_gpus", "2", "--dry_run"]
+    (tmp_path / "a b.jsonl").write_text('{"text": "one"}\n\n' * 5)
+    return ["train", TINY, f"model_name_or_path={tmp_path}/target", f"data.files=[{tmp_path}/a b.jsonl]", "--dry_run"]
+
+
+def test_train_checks_the_configuration_and_prints_the_launch_line(experiment: list[str]) -> None:
+    given = [*experiment, "--num_gpus", "2"]
     *derived, line = CliRunner().invoke(console.app, given).stdout.splitlines()
     assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
-    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {name} {given[2]} '{override}'")
-    assert derived == ["data: 16 bytes, files: 1, records: 1", "step: 16 rows of up to 128 tokens, 2,048 in all"]
-    for experiment, wrong, named in (
-        (name, "max_step=3", "max_step: no such key"),
-        (name, "data.files=none.jsonl", "none.jsonl"),
+    assert line.endswith(f"-cp {ROOT}/conf/exp -cn {TINY} {given[2]} '{given[3]}'")
+    assert derived == ["data: 85 bytes, files: 1, records: 5", "step: 16 rows of up to 128 tokens, 2,048 in all"]
+    for name, wrong, named in (
+        (TINY, "max_step=3", "max_step: no such key"),
+        (TINY, "data.files=none.jsonl", "none.jsonl"),
         ("my-model", "seed=3", "config name my-model: no such experiment"),
     ):
-        result = CliRunner().invoke(console.app, ["train", experiment, *given[2:], wrong])
+        result = CliRunner().invoke(console.app, ["train", name, *given[2:], wrong])
         assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout
 
 
@@ -111,26 +116,20 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(tmp_path: Pat
     ],
 )
 def test_a_dry_run_prints_what_is_known(
-    options: list[str], derived: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], derived: list[str], experiment: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """hostfile: DeepSpeed's launcher finds a list of hosts, whose GPUs this one does not know."""
     if options[-1] == "hostfile":
         options = options[:-1]
         monkeypatch.setattr("longspec.cli.train.HOSTFILE", tmp_path)
-    save_target(tmp_path / "target", "mistral")
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' * 5)
-    given = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/a.jsonl", "gradient_accumulation_steps=1"]
-    given += ["per_device_train_batch_size=2", "--dry_run", *options]
-    result = CliRunner().invoke(console.app, ["train", "tiny_glide_stage1_sinkpi-slicing", *given])
+    given = [*experiment, "gradient_accumulation_steps=1", "per_device_train_batch_size=2", *options]
+    result = CliRunner().invoke(console.app, given)
     assert result.stdout.splitlines()[1:-1] == derived, result.exception
 
 
-def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch, experiment: list[str]) -> None:
     """DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES next to --num_gpus."""
-    save_target(tmp_path / "target", "mistral")
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    overrides = [f"model_name_or_path={tmp_path}/target", f"data.files={tmp_path}/a.jsonl"]
-    given = ["train", "tiny_glide_stage1_sinkpi-slicing", *overrides, "--dry_run", "--num_gpus"]
+    given = [*experiment, "--num_gpus"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for visible, ranks, expected in (
@@ -191,10 +190,7 @@ def test_a_file_of_another_kind_is_not_taken_for_a_prompt(name: str, tmp_path: P
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not read"),
         ('{"prompt": "a", "suffix": "b"}', "'suffix' would be ignored"),
         ('{"prompt": "a", "temperature": 0}', "'temperature' is not read"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
-            "'tools' would be ignored",
-        ),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "'tools' would be ignored"),
         ("{", "not a JSON line"),
     ],
 )

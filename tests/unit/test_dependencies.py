@@ -14,12 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DISTRIBUTIONS = {
-    "hydra": "hydra-core",
-    "yaml": "pyyaml",
-    "fa3_fwd_interface": "fa3-fwd",
-    "pydantic_core": "pydantic",
-}
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "fa3_fwd_interface": "fa3-fwd", "pydantic_core": "pydantic"}
 """Distributions whose name is not that of their package."""
 OURS = {"longspec", "scripts", "benchmarks", "experiments"}
 TESTS = {file.stem for file in (ROOT / "tests").rglob("*.py")}

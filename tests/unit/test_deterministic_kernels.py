@@ -3,7 +3,7 @@
 import attention_reference
 import pytest
 import torch
-from kernel_devices import DEVICES, random
+from kernel_devices import random
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -27,7 +27,6 @@ def random_tree(nodes: int, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "width"), [(70, 96), (200, 640), pytest.param(128, 576, marks=pytest.mark.gpu)])
 def test_products_of_a_row_do_not_depend_on_the_other_rows(
     rows: int, width: int, dtype: torch.dtype, device: str
@@ -52,7 +51,6 @@ def test_products_of_a_row_do_not_depend_on_the_other_rows(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
 def test_norms_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, device: str) -> None:
     some = slice(7, 60)
     x, weight = random(70, 576, dtype=dtype, device=device), random(576, dtype=dtype, device=device, seed=1)
@@ -62,7 +60,6 @@ def test_norms_of_a_row_do_not_depend_on_the_other_rows(dtype: torch.dtype, devi
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "group", "nodes", "head_dim"),
     [
@@ -102,7 +99,6 @@ def test_a_node_attends_like_one_token_after_its_path(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_chunks_of_a_prompt_do_not_change_its_attention(dtype: torch.dtype, device: str) -> None:
     k, v = random(2, 1, 2, 300, 64, dtype=dtype, device=device)
     q = random(1, 6, 300, 64, dtype=dtype, device=device, seed=1)

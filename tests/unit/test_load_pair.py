@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import tiny_config
 from safetensors.torch import load_file
 from training_fixtures import make_target
 from transformers.utils import logging
@@ -12,6 +13,7 @@ from transformers.utils import logging
 from longspec import LlamaGlide, generate, load_pair
 from longspec.errors import UserError
 from longspec.inference import registry
+from longspec.inference.device import choose_dtype
 
 
 def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
@@ -72,13 +74,6 @@ def test_a_device_that_is_not_there_is_one_line(device: str, message: str) -> No
         load_pair("smollm2-135m", device=device)
 
 
-def test_all_tokens_that_end_an_answer_are_the_targets_own(tmp_path: Path) -> None:
-    """Those of generation_config.json, and the tokenizer's."""
-    target = make_target(tmp_path / "target", eos_token_id=[7, 9])
-    pair, tokenizer = load_pair(str(target))
-    assert pair.generation_config.eos_token_id == [7, 9, tokenizer.eos_token_id]
-
-
 def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> None:
     """Vicuna's has a temperature without do_sample, which transformers refuses to save in a config that was changed."""
     target = make_target(tmp_path / "target", eos_token_id=7)
@@ -109,3 +104,16 @@ def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path) -> None:
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
         with pytest.raises(UserError, match=r"eos_token_id .* is not a token id"):
             load_pair(str(target))
+
+
+def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config("llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.float16
+    assert "float16" in caplog.text and len(caplog.records) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert choose_dtype("float16", config, torch.device("cpu")) == torch.float16

@@ -9,7 +9,7 @@ import transformers
 from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors.torch import load_file, save_file
 from training_fixtures import ROOT
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModelForCausalLM
 
 import longspec
 from longspec.errors import UserError
@@ -51,18 +51,6 @@ def test_target_weights_and_logits_are_the_files(tmp_path: Path, family: str) ->
         assert torch.equal(model.state_dict()[name], weight), name
     tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
-
-
-def test_transformers_generate_still_works_on_padded_prompts(tmp_path: Path) -> None:
-    """The target stays an ordinary transformers model: mask, cache and all."""
-    model = make_pair(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    ours, theirs = (GenerationMixin.generate(m, ids, **settings) for m in (model, plain))
-    assert ours.tolist() == theirs.tolist()
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:

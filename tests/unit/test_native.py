@@ -143,14 +143,6 @@ def test_nan_is_not_lost() -> None:
     assert operations.attention(q, k, k, torch.tensor([9], dtype=torch.int32), None, 0.1).isnan().all()
 
 
-@pytest.mark.gcc
-def test_the_library_is_compiled_once(forgotten: Path) -> None:
-    compiled = library._compiled()
-    written = compiled.stat().st_mtime_ns
-    assert library._compiled() == compiled and compiled.stat().st_mtime_ns == written
-    assert list(forgotten.iterdir()) == [compiled]  # nothing half done is left
-
-
 def test_without_a_compiler_one_line_says_so_and_torch_decodes(
     forgotten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

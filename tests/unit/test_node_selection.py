@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from kernel_devices import DEVICES
 
 pytest.importorskip("triton")
 
@@ -41,7 +40,6 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...] | None]
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rounding_does_not_separate_a_node_from_its_parent(device: str) -> None:
     """A chain whose deeper node seems better than the node above it, next to a node between the two."""
     tree = new_tree(1, 4, False, torch.device(device))
@@ -54,7 +52,6 @@ def test_rounding_does_not_separate_a_node_from_its_parent(device: str) -> None:
         assert select(tree, levels, 4, False).ranks.tolist() == [[0, 2, 1, 3]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_faulty_scores_select_some_nodes(device: str) -> None:
     """Logits that are NaN are reported with the round's tokens; the round itself must not write out of bounds."""
     tree, levels = grown(2, (2, 3), 5, False, 0)
@@ -83,7 +80,6 @@ def random_branches(tree: Tree, depth: int, vocab: int, seed: int) -> Branches:
     return Branches(tokens, scores)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True], ids=["most probable", "sampled"])
 @pytest.mark.parametrize(
     ("shape", "vocab", "nodes", "depth"),

@@ -21,7 +21,7 @@ from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
-from longspec.models.glide import GlideMixin, check_pair
+from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import read_config
 
@@ -163,13 +163,6 @@ def test_dtype_is_the_files_unless_given(tmp_path: Path) -> None:
     assert LlamaGlide(tiny_config("llama"), tmp_path).dtype == torch.float16
 
 
-def test_pad_token_is_the_given_one_everywhere(tmp_path: Path) -> None:
-    """generation_config.json would overrule the config's."""
-    save_target(tmp_path, "llama", pad_token_id=7)
-    model = LlamaGlide.from_pretrained(tmp_path, pad_token_id=5)
-    assert model.config.pad_token_id == model.generation_config.pad_token_id == 5
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -292,9 +285,3 @@ def test_weights_without_effect_are_ignored(tmp_path: Path) -> None:
     """GPTQ's biases of zeros, scales of a float8 KV cache, and rotary tables of old checkpoints."""
     others = {"bias": 0.0, "k_scale": 2.0, "rotary_emb.inv_freq": 1.0, "rotary_emb.cos_cached": 1.0}
     assert LlamaGlide.from_pretrained(quantized_files(tmp_path, None, others))
-
-
-def test_a_plain_model_is_no_pair(tmp_path: Path) -> None:
-    save_target(tmp_path, "llama")
-    with pytest.raises(UserError, match="model: a LlamaForCausalLM, not a pair of target and draft"):
-        check_pair(LlamaForCausalLM.from_pretrained(tmp_path))

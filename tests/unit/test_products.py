@@ -88,10 +88,7 @@ def test_the_residual_stream_equals_plain_sums_for_any_number_of_tokens(
     gate_up = (random(2 * inner, width, seed=3) / width**0.5).to(device, dtype)
     back = (random(width, inner, seed=4) / inner**0.5).to(device, dtype)
     x = hidden.double()
-    for project in (
-        lambda y: y @ first.double().t(),
-        lambda y: swiglu(*(y @ gate_up.double().t()).chunk(2, -1)),
-    ):
+    for project in (lambda y: y @ first.double().t(), lambda y: swiglu(*(y @ gate_up.double().t()).chunk(2, -1))):
         x = x + project(rms_norm(x, norm.double(), 1e-5)) @ back.double().t()
     expected = x + x.new_ones(batch, nodes, inner) @ back.double().t()
     stream = TritonStream(hidden, 1e-5)

@@ -6,14 +6,7 @@ import re
 
 import pytest
 
-from longspec.data.lines import (
-    LINES_PER_CHUNK,
-    check_unchanged,
-    chunks,
-    content_digests,
-    data_files,
-    read_chunk,
-)
+from longspec.data.lines import LINES_PER_CHUNK, check_unchanged, chunks, content_digests, data_files, read_chunk
 from longspec.data.records import WHERE, RecordError, located, parse_record, record_kind, split_pairs
 from longspec.errors import UserError
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_devices import DEVICES
 from samplers import sampler
 from torch import Tensor
 
@@ -91,7 +90,6 @@ def check_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         assert torch.equal(mine.cpu(), plain)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("batch", "shape", "vocab", "selected"),
     [
@@ -116,7 +114,6 @@ def test_rejection_equals_its_reference(
     assert len(steps) > (2 if selected else 1), "rejections and acceptances"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tail", [1e-30, 1e-45])
 def test_rejection_keeps_improbable_tokens(tail: float, device: str) -> None:
     """The draft gives almost no probability, down to denormal numbers, to the siblings of its first child; the target
@@ -130,7 +127,6 @@ def test_rejection_keeps_improbable_tokens(tail: float, device: str) -> None:
     assert set(path[count > 0, 1].tolist()) == {2, 3} and (bonus != 0).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_following_choices_equals_its_reference(device: str) -> None:
     """Trees with some of the choices, with padding, and a tree of the root alone."""
     steps = set()

@@ -1,10 +1,14 @@
 """Files and folders that others see whole or not at all."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
+from datasets import Dataset
 
+from longspec.data.cache import DIGESTS, cached_table
 from longspec.replacing import replacing
 
 
@@ -43,3 +47,26 @@ def test_a_link_is_replaced_and_a_pipe_is_written(tmp_path: Path) -> None:
         unfinished.write_text("new")
     assert os.read(reader, 9) == b"new" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
+
+
+def test_one_of_several_builders_builds(tmp_path):
+    """The others wait for its table, even if all of them found a damaged one."""
+    folder, built, together = tmp_path / "table", [], Barrier(3)
+    cached_table(folder, lambda inner: write_table(inner, 1))
+    (folder / DIGESTS).write_text("{}")
+
+    def build(into):
+        built.append(into)
+        write_table(into, 2)
+
+    def run(_):
+        together.wait()
+        return cached_table(folder, build)["n"][:]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [[2]] * 3
+    assert len(built) == 1 and sorted(path.name for path in tmp_path.iterdir()) == [".table.lock", "table"]
+
+
+def write_table(folder, number):
+    Dataset.from_dict({"n": [number]}).map(cache_file_name=f"{folder}/a.arrow")

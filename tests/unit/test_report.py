@@ -55,15 +55,6 @@ def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse_nan) for line in text.splitlines()]
 
 
-def test_acceptance_is_pooled_over_passes_not_averaged_over_samples() -> None:
-    """10 tokens in 10 passes and 30 in 6 make 40/16 = 2.5; the mean of the samples' own would be 3."""
-    pooled = pool([stats([10], 10, [0, 0], 4.0), stats([6], 30, [6, 5, 4], 1.0)])
-    assert pooled.mean_acceptance_length == pytest.approx(2.5)
-    assert pooled.accepted_by_depth == [6, 5, 4]
-    assert pooled.tokens_per_second == pytest.approx(8.0)
-    assert pooled.peak_memory_bytes == 1000
-
-
 def written(folder: Path) -> dict:
     """Write three lines; the summary."""
     report = opened(folder)

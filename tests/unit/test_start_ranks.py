@@ -1,15 +1,20 @@
-"""The environment of a rank, and the processes that launched it. Each error is one line."""
+"""The environment of a rank, the processes that launched it, and launches that are refused. Each error is one line."""
 
 import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from longspec.errors import UserError
+from longspec.inference.process_group import shared_target
+from longspec.ranks import connections
 from longspec.ranks.agreement import ALONE
+from longspec.signals import StopSignals
 from longspec.train.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,3 +92,74 @@ def test_the_end_of_the_launcher_is_seen(above: list[str], watched: int, told: b
     run.stdin.write("\n")
     run.stdin.flush()
     assert run.stdout.readline() == f"{told}\n"
+
+
+LAUNCH = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for name, value in (LAUNCH | changes).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "device", "gpus", "problem"),
+    [
+        (0, None, 0, "--tp_size: 0; it must be at least 1"),
+        (3, "cpu", 0, "--tp_size 3: this launch has 2 processes"),
+        (2, "cuda:1", 2, "--device cuda:1: each rank of --tp_size takes the GPU of its number"),
+        (2, "cuda", 1, "--tp_size 2: 2 ranks on a machine with 1 GPUs"),
+    ],
+)
+def test_a_launch_that_does_not_fit(
+    tp_size: int, device: str | None, gpus: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    launch(monkeypatch)
+    with pytest.raises(UserError, match=problem), shared_target(tp_size, device, StopSignals()):
+        raise AssertionError("the context was entered")
+
+
+def test_only_rank_zero_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, RANK="1")
+    with pytest.raises(SystemExit, match="2"), shared_target(3, "cpu", StopSignals()):
+        raise AssertionError("the context was entered")
+
+
+SECRET = bytes(range(16))
+
+
+def test_ranks_are_let_in_past_strangers_that_are_slow_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent caller, half a greeting and a wrong secret are dropped. A missing rank is one line."""
+    monkeypatch.setattr(connections, "GREETING_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        callers = [socket.create_connection(server.getsockname()) for _ in range(5)]
+        _, half, wrong, first, second = callers
+        half.sendall(SECRET)
+        wrong.sendall(SECRET[::-1] + (1).to_bytes(4, "big"))
+        for rank, caller in ((1, first), (2, second)):
+            caller.sendall(SECRET + rank.to_bytes(4, "big"))
+        ranks = connections.accept_ranks(server, SECRET, 2)
+        monkeypatch.setattr(connections, "CONNECT_S", 0.1)
+        with pytest.raises(UserError, match="1 of 1 ranks did not connect to rank 0"):
+            connections.accept_ranks(server, SECRET, 1)
+    assert {one.getpeername(): rank for one, rank in ranks.items()} == {first.getsockname(): 1, second.getsockname(): 2}
+    for stranger in callers[:3]:
+        stranger.settimeout(5)
+        with suppress(ConnectionResetError):  # closed with unread bytes
+            assert stranger.recv(1) == b""
+    for one in (*callers, *ranks):
+        one.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_rank_zero_listens_on_the_master_address_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    listened: list[str] = []
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setattr(connections.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(connections.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(connections, "from_every_rank", lambda mine: [mine])
+    monkeypatch.setattr(connections, "from_rank_zero", lambda compute: compute())
+    monkeypatch.setattr(connections, "accept_ranks", lambda server, *_: listened.append(server.getsockname()[0]) or {})
+    connections.connect_ranks()
+    assert listened[0] in ("127.0.0.1", "::1")

@@ -8,18 +8,17 @@ import torch
 from pairs import FAMILIES, OPTIONS, make_pair
 
 from longspec.kernels.training.segments import Segments
-from longspec.models.draft import TargetStates
 from longspec.models.target_graph import RUNS_BEFORE, TargetGraphs
+from longspec.models.target_kernels import use_kernels
 from longspec.train.loss import DraftLoss
 
+pytestmark = pytest.mark.gpu
 
-@pytest.mark.gpu
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
     """Whatever tokens, positions and segments come, and in which order."""
-    from longspec.models.target_kernels import use_kernels
-
     options = OPTIONS["kv_layers"] if family == "llama" else OPTIONS["published"]
     model: Any = make_pair(tmp_path, family, torch.bfloat16, options=options).cuda()
     use_kernels(model.model, model.draft_layer_class)
@@ -35,56 +34,10 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
     assert len(passes.graphs) == 1
 
 
-def each(change: Any, passed: TargetStates) -> TargetStates:
-    """`change` of every tensor."""
-    hidden, layers, _ = passed
-    layers = [(change(keys), change(values)) for keys, values in layers]
-    return TargetStates(change(hidden), layers)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_a_pass_that_was_begun_is_the_next_calls_if_that_is_for_its_tokens(tmp_path: Path) -> None:
-    """It runs after the work that was queued. A call for other tokens, such as an evaluation's, runs its own pass."""
-    from longspec.models.target_kernels import use_kernels
-
-    model: Any = make_pair(tmp_path, "llama", torch.bfloat16).cuda()
-    use_kernels(model.model, model.draft_layer_class)
-    passes = TargetGraphs(model.run_target, layer_weights=1)
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*inner: int) -> Any:
-        segments = Segments([0, *inner, 128], torch.device("cuda"))
-        return torch.randint(1, 61, (2, 64), generator=generator).cuda(), segments.offsets.view(2, 64), segments
-
-    passes.begin(*drawn())
-    assert passes.begun is None  # not captured yet
-    for _ in range(RUNS_BEFORE + 1):
-        before = drawn(64)
-        passes(*before)
-    assert len(passes.graphs) == 1
-    (captured,) = (graph.result for graph in passes.graphs.values())
-    for step in range(6):
-        coming, other = drawn(30), drawn(5, 70)
-        kept = each(torch.clone, captured)
-        torch.cuda._sleep(10**7)
-        read = each(lambda x: x + 0, captured)  # as the backward pass before reads them
-        passes.begin(*coming)
-        given = (coming, other)[step % 2]
-        seen = passes.seen.copy()
-        got = each(torch.clone, passes(*given))  # queued at once, behind what was begun
-        assert (passes.seen == seen) == (given is coming)  # else it ran once more
-        torch.testing.assert_close(read, kept, rtol=0, atol=0)
-        torch.testing.assert_close(got, model.run_target(*given))
-        assert passes.begun is None
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("loss", "kind"), [("ce", "published"), ("distill", "published"), ("ce", "both")])
 def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str, kind: str) -> None:
-    """Losses and gradients, step by step, also where the draft reads one pass at several lags, or one begun before."""
-    from longspec.models.target_kernels import use_kernels
-
+    """Losses and gradients, step by step, also where the draft reads one pass at several lags, or one begun before,
+    or one was begun for other tokens."""
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)
@@ -100,7 +53,7 @@ def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str, kind
             model.target_pass = run
             if run:
                 segments = Segments(borders.tolist(), ids.device)
-                run.begin(ids, positions, segments)
+                run.begin(ids if step % 3 else ids.flip(0), positions, segments)
             out = model(ids, position_ids=positions, labels=tokens, cu_seqlens=borders, lags=lags, objective=objective)
             total = sum(one for one, _ in out) if step % 2 else out[0]
             model.draft_model.zero_grad()

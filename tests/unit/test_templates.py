@@ -83,7 +83,6 @@ def test_the_default_of_several_chat_templates_is_used():
     ("family", "chat_format", "says"),
     [
         ("gpt2", "published", "no published chat format for model family 'gpt2', only for llama, qwen2"),
-        ("llama", "alpaca", "unknown chat_format 'alpaca'"),
         ("llama", "tokenizer", "needs a tokenizer with a chat template"),
     ],
 )

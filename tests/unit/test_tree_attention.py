@@ -1,17 +1,19 @@
-"""Parts of a prefix that attention to a tree merges, in Triton's interpreter and on the GPU.
+"""Parts of a prefix that attention to a tree merges, in Triton's interpreter and on the GPU, and captured calls.
 
 `test_attention` compares prefix and tree with dense attention.
 """
 
 import pytest
 import torch
-from kernel_devices import DEVICES, TOLERANCE
+from kernel_devices import TOLERANCE
+from test_attention import FLASH, some_mask
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 import attention_reference
 
+from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.attention import PrefixParts
 from longspec.kernels.triton.tree_attention import prefix_and_tree_attention
 
@@ -42,7 +44,6 @@ def make_case(
     return q.to(dtype), k.to(dtype), v.to(dtype), torch.tensor(lengths), mask, outs, lses
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "nodes", "parts"), [([0, 48], 1, 100, 1), ([20], 1, 9, 3), ([95, 3], 2, 5, 5)]
@@ -58,3 +59,53 @@ def test_parts_are_merged(
     assert got.dtype == dtype and got.transpose(1, 2).is_contiguous() and got.isfinite().all()
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert lengths[0] or got[0, :, 2].eq(0).all()
+
+
+CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FLASH, reason="needs fa3-fwd"))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nodes", [7, 69])
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+def test_a_captured_call_follows_lengths_masks_and_keys(
+    backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CUDA graph of all calls, replayed after all inputs have changed, equals eager calls. None of them waits."""
+    from longspec.kernels.triton import flash_attention
+
+    monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
+    dtype = torch.bfloat16 if backend == "flash" else torch.float16
+    attend = choose_backend(backend, torch.device("cuda"), dtype, 128).attention
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    q, k, v = random(2, nodes, 8, 128).transpose(1, 2), random(2, 2, 3000, 128), random(2, 2, 3000, 128)
+    ring_k, ring_v = random(2, 2, 512 + nodes, 128), random(2, 2, 512 + nodes, 128)
+    lengths = torch.tensor([2900, 100], dtype=torch.int32, device="cuda")
+    tree_mask = torch.ones(2, nodes, nodes, dtype=torch.bool, device="cuda").tril()
+
+    def run() -> tuple[Tensor, ...]:
+        return (
+            attend.hybrid(lengths, tree_mask)(q, k, v, 0.1),
+            attend.prefix(q, k, v, lengths, 0.1),
+            attend.window(q, ring_k, ring_v, lengths, 2, tree_mask, 0.1),
+            attend.prefill(q, k, v, 0.1),
+        )
+
+    run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for rows in ([17, 3000 - nodes], [0, 0], [1024, 1]):
+        lengths.copy_(torch.tensor(rows))
+        tree_mask.copy_(some_mask(2, nodes, nodes))
+        for x in (k, v):
+            x.normal_(generator=generator)
+        graph.replay()
+        torch.testing.assert_close(captured, run(), rtol=0, atol=0)

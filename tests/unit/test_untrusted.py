@@ -18,8 +18,6 @@ from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft
-from longspec.models.draft_layer import DraftOptions
-from longspec.models.draft_saving import save_draft_folder
 from longspec.models.families import pair_class
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_files import load_tokenizer, read_config
@@ -105,14 +103,6 @@ def test_only_regular_files_are_read_of_a_target(target: Path, kind: str, name: 
     special(kind, target / name)
     for use in (LlamaGlide.from_pretrained, lambda folder: load_tokenizer(str(folder), tiny_config("llama"))):
         assert "not a regular file" in refusal(lambda use=use: use(target), target / name)  # type: ignore[misc]
-
-
-def test_files_behind_links_are_read(run: Path, tmp_path: Path) -> None:
-    """The hub's cache consists of links that point out of the folder."""
-    (tmp_path / "links").mkdir()
-    for file in run.iterdir():
-        (tmp_path / "links" / file.name).symlink_to(file)
-    assert use_draft(tmp_path / "links")[0].keys() == use_draft(run)[0].keys()
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
@@ -276,12 +266,3 @@ def test_a_broken_file_is_one_clear_line(target: Path, run: Path, file: str, tex
     else:
         refusal(lambda: LlamaGlide.from_pretrained(target), target)
         refusal(lambda: LlamaGlide.from_pretrained(target, glide_path=run), target)
-
-
-def test_a_saved_draft_replaces_a_link_and_does_not_write_through_it(pair: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / "draft").mkdir(exist_ok=True)
-        (tmp_path / "draft" / name).symlink_to(tmp_path / "mine")
-    save_draft_folder(load_draft(pair / "run"), tiny_config("llama"), tmp_path / "draft", DraftOptions(64))
-    assert (tmp_path / "mine").read_text() == "mine" and draft_settings(tmp_path / "draft").options.window == 64

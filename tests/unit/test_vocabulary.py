@@ -4,7 +4,6 @@ from itertools import cycle
 
 import pytest
 import torch
-from kernel_devices import DEVICES
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -86,7 +85,6 @@ def check_same(got: Tree, expected: Tree) -> None:
     torch.testing.assert_close(got.arrivals.cpu(), expected.arrivals, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "temperature", "dtype"),
@@ -108,7 +106,6 @@ def test_a_level_equals_the_reference(
     check_level(*half_grown(batch, parents, width, sampled), width, logits, temperature, sampled, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, device: str) -> None:
     """Columns have tokens of their own in each row, empty columns the id of another one; q is 0 elsewhere."""
@@ -143,7 +140,6 @@ def test_a_level_of_a_reduced_vocabulary_equals_the_reference(sampled: bool, dev
         assert q[:, 0].isnan().all() and q[:, -1].isnan().all(), "rows of other levels changed"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_padding_has_no_parent(sampled: bool, device: str) -> None:
     """A level of five nodes for three possible tokens below two parents, one of which is padding itself."""
@@ -158,7 +154,6 @@ def test_padding_has_no_parent(sampled: bool, device: str) -> None:
     assert (got.visible[:, level][:, 3:].sum(-1) == 1).all(), "padding sees only itself"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_equal_logits_give_distinct_children(device: str) -> None:
     """Ties within a sub-chunk, between sub-chunks and between parents: the first tokens win, none twice."""
     logits = torch.zeros(1, 2, 700, device=device)
@@ -173,7 +168,6 @@ def test_equal_logits_give_distinct_children(device: str) -> None:
     assert runs[0] == runs[1] == [(3, token) for token in range(16)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sampling_does_not_lose_improbable_paths(device: str) -> None:
     """Paths of probability 1e-250 next to one token that is almost certain."""
     tree, above = half_grown(2, 3, 6, sampled=True)
@@ -198,7 +192,6 @@ def tokens_of(backend: type[Backend], operation: str, logits: Tensor, temperatur
     return tree.tokens[:, above.stop :]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operation", ["softmax", "argmax", "best", "sampled"])
 @pytest.mark.parametrize("vocab", [1, 4100])
 def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, operation: str, device: str) -> None:
@@ -216,7 +209,6 @@ def test_faulty_logits_are_recorded_for_their_sequence(vocab: int, operation: st
             assert tokens.min() >= 0 and tokens.max() < vocab, fault
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 8195])
 def test_softmax_and_statistics_equal_their_references(vocab: int, dtype: torch.dtype, device: str) -> None:
@@ -237,7 +229,6 @@ def test_softmax_and_statistics_equal_their_references(vocab: int, dtype: torch.
         torch.testing.assert_close(got, reference.logit_statistics(logits, warm, draws), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 300, 12300])
 def test_argmax_equals_its_reference(vocab: int, dtype: torch.dtype, device: str) -> None:

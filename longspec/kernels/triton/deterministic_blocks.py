@@ -46,6 +46,21 @@ def _attend_to_block(q, k, v, visible, out, row_sum, row_max, scale_log2):
 
 
 @triton.jit
+def _attend_to_whole_blocks(
+    q, k_base, v_base, stride_ks, stride_vs, first, end, dim, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The state after the keys first … end - 1, of which a query sees all."""
+    visible = tl.full([BLOCK_N, q.shape[0]], True, tl.int1)
+    out, row_sum, row_max = _no_keys(q.shape[1], q.shape[0])
+    for start in range(first, end, BLOCK_N):
+        slot = start + tl.arange(0, BLOCK_N)
+        k = load_key_tile(k_base, stride_ks, slot, dim, slot < end, HEAD_DIM)
+        v = load_key_tile(v_base, stride_vs, slot, dim, slot < end, HEAD_DIM)
+        out, row_sum, row_max = _attend_to_block(q, k, v, visible, out, row_sum, row_max, scale_log2)
+    return out, row_sum, row_max
+
+
+@triton.jit
 def _merge(out, row_sum, row_max, later_out, later_sum, later_max):
     new_max = tl.maximum(row_max, later_max)
     decay = tl.exp2(row_max - finite(new_max))
@@ -65,6 +80,23 @@ def paths_kernel(mask_ptr, paths_ptr, stride_mb, stride_mq, stride_mk, NODES: tl
     path = paths_ptr + (batch * tl.num_programs(0) + node).to(tl.int64) * (NODES + 1)
     tl.store(path, tl.max(rank, 0) - 1)
     tl.store(path + rank, number, mask=on_path)
+
+
+@triton.jit
+def _no_keys(BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The state before the first key: (out, row_sum, row_max)."""
+    out = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    return out, row_sum, tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+
+@triton.jit
+def _store_state(outs_ptr, sums_ptr, maxima_ptr, state, out, row_sum, row_max, in_rows, dim, HEAD_DIM: tl.constexpr):
+    """Write a state into the rows `state`."""
+    tl.store(sums_ptr + state, row_sum, mask=in_rows)
+    tl.store(maxima_ptr + state, row_max, mask=in_rows)
+    in_tile = (dim < HEAD_DIM)[:, None] & in_rows[None, :]
+    tl.store(outs_ptr + state[None, :] * HEAD_DIM + dim[:, None], out, mask=in_tile)
 
 
 # The states over the whole blocks of the prefix, per split: outs [P, B, K, rows, D], sums and maxima [P, B, K, rows].
@@ -116,22 +148,11 @@ def whole_blocks_kernel(
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
-    visible = tl.full([BLOCK_N, BLOCK_M], True, tl.int1)
-    out = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for start in range(first, end, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        k = load_key_tile(k_base, stride_ks, slot, dim, slot < end, HEAD_DIM)
-        v = load_key_tile(v_base, stride_vs, slot, dim, slot < end, HEAD_DIM)
-        out, row_sum, row_max = _attend_to_block(q, k, v, visible, out, row_sum, row_max, scale_log2)
-
+    out, row_sum, row_max = _attend_to_whole_blocks(
+        q, k_base, v_base, stride_ks, stride_vs, first, end, dim, scale_log2, HEAD_DIM, BLOCK_N
+    )
     state = (split * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * num_rows + row
-    in_rows = row < num_rows
-    tl.store(sums_ptr + state, row_sum, mask=in_rows)
-    tl.store(maxima_ptr + state, row_max, mask=in_rows)
-    in_tile = (dim < HEAD_DIM)[:, None] & in_rows[None, :]
-    tl.store(outs_ptr + state[None, :] * HEAD_DIM + dim[:, None], out, mask=in_tile)
+    _store_state(outs_ptr, sums_ptr, maxima_ptr, state, out, row_sum, row_max, row < num_rows, dim, HEAD_DIM)
 
 
 # out = attention to the positions up to the query's own. With CONTINUES, one program takes the rows of one node, whose
@@ -178,12 +199,8 @@ def last_blocks_kernel(
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
     dim = tl.arange(0, BLOCK_D)
-    out = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    split_out = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-    split_sum = tl.zeros([BLOCK_M], tl.float32)
-    split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    out, row_sum, row_max = _no_keys(BLOCK_D, BLOCK_M)
+    split_out, split_sum, split_max = _no_keys(BLOCK_D, BLOCK_M)
 
     if CONTINUES:
         first_row = tl.program_id(0) * group
@@ -245,9 +262,7 @@ def last_blocks_kernel(
                 q, k, v, visible, split_out, split_sum, split_max, scale_log2
             )
         out, row_sum, row_max = _merge(out, row_sum, row_max, split_out, split_sum, split_max)
-        split_out = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
-        split_sum = tl.zeros([BLOCK_M], tl.float32)
-        split_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        split_out, split_sum, split_max = _no_keys(BLOCK_D, BLOCK_M)
 
     node = (row // group).to(tl.int64)
     out_row = out_ptr + batch * stride_ob + (kv_head * group + row % group) * stride_oh + node * stride_on

@@ -65,6 +65,71 @@ def _match_kernel(
     tl.store(out + 1, other)
 
 
+@triton.jit
+def _count_hits(
+    hits,
+    trials,
+    former,
+    newest,
+    root,
+    history_row,
+    size,
+    match_length,
+    tokens_row,
+    step,
+    bucket,
+    LONGEST: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The hits and trials per bucket after a former branch, which counts up to its first miss."""
+    after = former + 1 + step
+    known = (step < size) & (after <= newest) & (match_length > 0)
+    truth = _token_at(history_row, after, root, newest, known)
+    proposed = tl.load(tokens_row + step, mask=known, other=-1)
+    first_miss = tl.min(tl.where((proposed != truth) | (known == 0), step, DEPTH), 0)
+    counted = tl.minimum(match_length + step, LONGEST) - 1
+    here = counted[None, :] == bucket[:, None]
+    hits += tl.sum((here & (step < first_miss)[None, :]).to(tl.float32), 1)
+    trials += tl.sum((here & (known & (step <= first_miss))[None, :]).to(tl.float32), 1)
+    return hits, trials
+
+
+@triton.jit
+def _path_scores(match_length, log_rate, step, bucket, LONGEST: tl.constexpr, DEPTH: tl.constexpr):
+    """The estimated log-probability of the path to each node of a branch.
+
+    Summed one by one, because sums in another order could increase with depth.
+    """
+    path_score = tl.full((), 0.0, tl.float32)
+    scores = tl.zeros([step.shape[0]], tl.float32)
+    for depth in range(DEPTH):
+        rate_bucket = tl.minimum(tl.maximum(match_length + depth, 1), LONGEST) - 1
+        path_score += tl.sum(tl.where(bucket == rate_bucket, log_rate, 0.0), 0)
+        scores = tl.where(step == depth, path_score, scores)
+    return scores
+
+
+@triton.jit
+def _best_branch(score, newest, root, history_row, step, DEPTH: tl.constexpr):
+    """Of the best candidate: its score, whether it exists, its match length, and the tokens of its branch."""
+    best = tl.max(score, 0)
+    exists = best >= 0
+    end = tl.where(exists, best & 0xFFFFFFFF, 0)
+    match_length = tl.where(exists, best >> 32, 0)
+    # Where a branch reaches the root, it goes on as the tokens since the match repeat.
+    period = tl.maximum(newest - end, 1)
+    return best, exists, match_length, _token_at(history_row, end + 1 + step % period, root, newest, step < DEPTH)
+
+
+@triton.jit
+def _candidates(scores_row, chunks, history_row, newest, root, BLOCK_C: tl.constexpr):
+    """The scores of the chunks' matches, and the token that follows each."""
+    candidate = tl.arange(0, BLOCK_C)
+    score = tl.load(scores_row + candidate, mask=candidate < chunks * 2, other=NO_MATCH)
+    match = score & 0xFFFFFFFF
+    return score, _token_at(history_row, match + 1, root, newest, score >= 0)
+
+
 # One program takes one row: it counts the hits of the former branches, and writes the root and the new branches.
 @triton.jit
 def _branches_kernel(
@@ -101,19 +166,14 @@ def _branches_kernel(
     hits = tl.load(hits_ptr + batch * LONGEST + bucket, mask=in_buckets, other=0.0)
     trials = tl.load(trials_ptr + batch * LONGEST + bucket, mask=in_buckets, other=0.0)
 
-    # Compare the former branches with the tokens emitted since then. A branch counts up to its first miss.
+    # Compare the former branches with the tokens emitted since then.
     for chain in tl.static_range(CHAINS):
         size = tl.load(sizes_ptr + chain)
-        match_length = tl.load(match_lengths_ptr + batch * CHAINS + chain)
-        after = former + 1 + step
-        known = (step < size) & (after <= newest) & (match_length > 0)
-        truth = _token_at(history_row, after, root, newest, known)
-        proposed = tl.load(tokens_ptr + (batch * CHAINS + chain) * DEPTH + step, mask=known, other=-1)
-        first_miss = tl.min(tl.where((proposed != truth) | (known == 0), step, DEPTH), 0)
-        counted = tl.minimum(match_length + step, LONGEST) - 1
-        here = counted[None, :] == bucket[:, None]
-        hits += tl.sum((here & (step < first_miss)[None, :]).to(tl.float32), 1)
-        trials += tl.sum((here & (known & (step <= first_miss))[None, :]).to(tl.float32), 1)
+        length = tl.load(match_lengths_ptr + batch * CHAINS + chain)
+        tokens_row = tokens_ptr + (batch * CHAINS + chain) * DEPTH
+        hits, trials = _count_hits(
+            hits, trials, former, newest, root, history_row, size, length, tokens_row, step, bucket, LONGEST, DEPTH
+        )
     tl.store(hits_ptr + batch * LONGEST + bucket, hits, mask=in_buckets)
     tl.store(trials_ptr + batch * LONGEST + bucket, trials, mask=in_buckets)
     tl.store(history_row + newest, root)
@@ -122,27 +182,12 @@ def _branches_kernel(
     tl.debug_barrier()  # the former branches are read before the new ones replace them
 
     # The best match, then the best one with another following token.
-    candidate = tl.arange(0, BLOCK_C)
-    score = tl.load(scores_ptr + batch * chunks * 2 + candidate, mask=candidate < chunks * 2, other=NO_MATCH)
-    match = score & 0xFFFFFFFF
-    following = _token_at(history_row, match + 1, root, newest, score >= 0)
+    score, following = _candidates(scores_ptr + batch * chunks * 2, chunks, history_row, newest, root, BLOCK_C)
     prior = tl.load(priors_ptr + bucket, mask=in_buckets, other=1.0)
     log_rate = tl.minimum(tl.log((hits + prior_weight * prior) / (trials + prior_weight)), 0.0)
     for chain in tl.static_range(CHAINS):
-        best = tl.max(score, 0)
-        exists = best >= 0
-        end = tl.where(exists, best & 0xFFFFFFFF, 0)
-        match_length = tl.where(exists, best >> 32, 0)
-        # Where a branch reaches the root, it goes on as the tokens since the match repeat.
-        period = tl.maximum(newest - end, 1)
-        token = _token_at(history_row, end + 1 + step % period, root, newest, step < DEPTH)
-        # Summed one by one, because sums in another order could increase with depth.
-        path_score = tl.full((), 0.0, tl.float32)
-        scores = tl.zeros([BLOCK_D], tl.float32)
-        for depth in range(DEPTH):
-            rate_bucket = tl.minimum(tl.maximum(match_length + depth, 1), LONGEST) - 1
-            path_score += tl.sum(tl.where(bucket == rate_bucket, log_rate, 0.0), 0)
-            scores = tl.where(step == depth, path_score, scores)
+        best, exists, match_length, token = _best_branch(score, newest, root, history_row, step, DEPTH)
+        scores = _path_scores(match_length, log_rate, step, bucket, LONGEST, DEPTH)
         size = tl.load(sizes_ptr + chain)
         scores = tl.where(exists & (step < size), scores, float("-inf"))
         out = (batch * CHAINS + chain) * DEPTH + step

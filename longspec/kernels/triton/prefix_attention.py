@@ -20,7 +20,57 @@ from longspec.kernels.triton.attention_tiles import (
     load_query_tile,
     share_begin,
 )
+from longspec.kernels.triton.online_softmax import store_part
 from longspec.kernels.triton.overlap import overlap_options
+
+
+@triton.jit
+def _attend_to_blocks(
+    q,
+    k_tile,
+    v_tile,
+    stride_ks,
+    stride_vs,
+    first,
+    last,
+    dim,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of queries [rows, D] to the blocks first … last - 1: (out, row_sum, row_max), not normalized.
+
+    k_tile, v_tile: the first block, at a 64-bit offset, because slots may be far apart in a large cache.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    key = tl.arange(0, BLOCK_N)
+    k_offsets = key[:, None] * stride_ks + dim[None, :]
+    v_offsets = key[:, None] * stride_vs + dim[None, :]
+    # Online softmax: row_max is the running maximum of the scores, row_sum and acc are relative to it.
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for _ in range(first, last):
+        k = load_block(k_tile, k_offsets, dim, HEAD_DIM, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)  # rescales what was summed relative to the old maximum
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        v = load_block(v_tile, v_offsets, dim, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        row_max = new_max
+        k_tile += BLOCK_N * stride_ks
+        v_tile += BLOCK_N * stride_vs
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def _part_row(split, batch, batches, row, num_rows, kv_head, kv_heads, group):
+    """Where a part of a row is written, int64. The parts are laid out [P, B, N, H], and row = node * group + head."""
+    part_row = ((split * batches + batch) * (num_rows // group) + row // group).to(tl.int64)
+    return (part_row * kv_heads + kv_head) * group + row % group
 
 
 # For a query q and the keys k_j and values v_j of split p, by online softmax over blocks of keys:
@@ -55,8 +105,6 @@ def _prefix_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    LN_2: tl.constexpr = 0.6931471805599453
-
     # Grid: tiles of query rows, splits, sequences x KV heads.
     split = tl.program_id(1)
     splits = tl.num_programs(1)
@@ -67,7 +115,6 @@ def _prefix_kernel(
     blocks = tl.load(lengths_ptr + batch).to(tl.int32) // BLOCK_N
     first = share_begin(blocks, split, splits)
     last = share_begin(blocks, split + 1, splits)
-
     if OVERLAP:
         # The tree attention kernel reads queries and the tree's keys before it waits for the parts, so it may start
         # when the kernel that wrote these has ended.
@@ -75,39 +122,13 @@ def _prefix_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
-
-    # Slots may be far apart in a large cache, so the start of the split is a 64-bit offset.
-    key = tl.arange(0, BLOCK_N)
     k_tile = k_ptr + batch * stride_kb + kv_head * stride_kh + (first * BLOCK_N).to(tl.int64) * stride_ks
     v_tile = v_ptr + batch * stride_vb + kv_head * stride_vh + (first * BLOCK_N).to(tl.int64) * stride_vs
-    k_offsets = key[:, None] * stride_ks + dim[None, :]
-    v_offsets = key[:, None] * stride_vs + dim[None, :]
-
-    # Online softmax: row_max is the running maximum of the scores, row_sum and acc are relative to it.
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for _ in range(first, last):
-        k = load_block(k_tile, k_offsets, dim, HEAD_DIM, BLOCK_D)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)  # rescales what was summed relative to the old maximum
-        row_sum = row_sum * decay + tl.sum(weights, 1)
-        v = load_block(v_tile, v_offsets, dim, HEAD_DIM, BLOCK_D)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        row_max = new_max
-        k_tile += BLOCK_N * stride_ks
-        v_tile += BLOCK_N * stride_vs
-
-    # An empty split has the sum 0 and the maximum -inf: its output becomes 0 and its LSE -inf.
-    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)
-    # The parts are laid out [P, B, N, H]; row = node * group + head within the group.
-    part_row = ((split * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
-    part_row = (part_row * kv_heads + kv_head) * group + row % group
-    tl.store(lse_ptr + part_row, (row_max + tl.log2(divisor)) * LN_2, mask=row < num_rows)
-    in_tile = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
+    acc, row_sum, row_max = _attend_to_blocks(
+        q, k_tile, v_tile, stride_ks, stride_vs, first, last, dim, scale_log2, HEAD_DIM, BLOCK_N
+    )
+    part_row = _part_row(split, batch, tl.num_programs(2) // kv_heads, row, num_rows, kv_head, kv_heads, group)
+    store_part(out_ptr, lse_ptr, part_row, acc, row_sum, row_max, row < num_rows, dim, HEAD_DIM)
 
 
 def prefix_attention(

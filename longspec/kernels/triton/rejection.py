@@ -60,7 +60,48 @@ def _row_of_q(q_rows_ptr, first, node, inner_nodes, OWN_ROWS: tl.constexpr):
     return tl.minimum(row, inner_nodes - 1).to(tl.int64)
 
 
+@triton.jit
+def _try_child(token, p_row, q_row, ratio, total, mass, certain_ptr, first, child, SOME_CERTAIN: tl.constexpr):
+    """The probability with which a child passes, and what its failure adds to the ratio."""
+    # In fp64, because total and mass can be as small as the denormal numbers of fp32.
+    p_token = tl.load(p_row + token).to(tl.float64)
+    q_token = tl.load(q_row + token).to(tl.float64)
+    acceptance = mass * (p_token - ratio * q_token) / (q_token * total)
+    increase = total / mass
+    if SOME_CERTAIN:
+        is_certain = tl.load(certain_ptr + first + child) != 0
+        acceptance = tl.where(is_certain, p_token / total, acceptance)
+        increase = tl.where(is_certain, 0.0, increase)
+    return acceptance, increase
+
+
+@triton.jit
+def _fail_child(p_row, q_row, token, increase, ratio, unit, total, mass, vocab, BLOCK: tl.constexpr):
+    """Set p and q of a failed child to 0; the ratio, unit, total and mass after it."""
+    tl.store(p_row + token, 0.0)
+    tl.store(q_row + token, 0.0)
+    tl.debug_barrier()  # all threads must read these zeros, which one of them writes
+    new_ratio = ratio + increase
+    new_total, new_mass = _sums(p_row, q_row, new_ratio, mass, vocab, BLOCK)
+    # Rounding can leave nothing where p and q agree; a rejection there has probability zero.
+    changed = new_total > 0.0
+    ratio = tl.where(changed, new_ratio, ratio)
+    total = tl.where(changed, new_total, total)
+    return ratio, tl.where(changed, mass, unit), total, new_mass
+
+
+@triton.jit
+def _store_walk(path_ptr, count_ptr, state_ptr, batch, step, path, count, ratio, unit, DEPTH: tl.constexpr):
+    """Write the path of one sequence, the number of its draft tokens, and the ratio and unit of its last node."""
+    # The path repeats its last node, so its last entry tells the residual kernel where the walk ended.
+    tl.store(path_ptr + batch * (DEPTH + 1) + step, path, mask=step <= DEPTH)
+    tl.store(count_ptr + batch, count.to(tl.int64))
+    tl.store(state_ptr + batch * 2, ratio)
+    tl.store(state_ptr + batch * 2 + 1, unit)
+
+
 # Walks the whole path of one sequence in one program; stores the ratio and unit of the last node for the residual.
+# p_row and q_row point to the distributions at the current node and move down the path with it.
 @triton.jit
 def _rejection_kernel(
     tokens_ptr,
@@ -82,18 +123,14 @@ def _rejection_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # p_row and q_row point to the distributions at the current node and move down the path with it.
     batch = tl.program_id(0).to(tl.int64)
     tokens_row = tokens_ptr + batch * nodes
     parents_row = parents_ptr + batch * nodes
     p_row = p_ptr + batch * nodes * vocab
     q_rows = q_ptr + batch * inner_nodes * vocab
     q_row = q_rows
-
-    step = tl.arange(0, BLOCK_D)
-    path = tl.zeros([BLOCK_D], tl.int64)
-    count = tl.full((), 0, tl.int32)
-    node = tl.full((), 0, tl.int64)
+    step, path = tl.arange(0, BLOCK_D), tl.zeros([BLOCK_D], tl.int64)
+    count, node = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64)
     # No child has failed: p - 0 * q, and both sums are 1. These are scalar tensors, which the loop can carry.
     one = tl.full((), 1.0, tl.float64)
     ratio, unit, total, mass = one - one, one, one, one
@@ -101,15 +138,9 @@ def _rejection_kernel(
     for child in range(1, nodes):
         if tl.load(parents_row + child) == node:
             token = tl.load(tokens_row + child)
-            # In fp64, because total and mass can be as small as the denormal numbers of fp32.
-            p_token = tl.load(p_row + token).to(tl.float64)
-            q_token = tl.load(q_row + token).to(tl.float64)
-            acceptance = mass * (p_token - ratio * q_token) / (q_token * total)
-            increase = total / mass
-            if SOME_CERTAIN:
-                is_certain = tl.load(certain_ptr + batch * nodes + child) != 0
-                acceptance = tl.where(is_certain, p_token / total, acceptance)
-                increase = tl.where(is_certain, 0.0, increase)
+            acceptance, increase = _try_child(
+                token, p_row, q_row, ratio, total, mass, certain_ptr, batch * nodes, child, SOME_CERTAIN
+            )
             if tl.load(coins_ptr + batch * nodes + child) < acceptance:
                 p_row += (child - node) * vocab
                 q_row = q_rows + _row_of_q(q_rows_ptr, batch * nodes, child, inner_nodes, OWN_ROWS) * vocab
@@ -118,23 +149,10 @@ def _rejection_kernel(
                 path = tl.where(step >= count, node, path)
                 ratio, unit, total, mass = one - one, one, one, one
             else:
-                tl.store(p_row + token, 0.0)
-                tl.store(q_row + token, 0.0)
-                tl.debug_barrier()  # all threads must read these zeros, which one of them writes
-                new_ratio = ratio + increase
-                new_total, new_mass = _sums(p_row, q_row, new_ratio, mass, vocab, BLOCK)
-                # Rounding can leave nothing where p and q agree; a rejection there has probability zero.
-                changed = new_total > 0.0
-                ratio = tl.where(changed, new_ratio, ratio)
-                total = tl.where(changed, new_total, total)
-                unit = tl.where(changed, mass, unit)
-                mass = new_mass
-
-    # The path repeats its last node, so its last entry tells the residual kernel where the walk ended.
-    tl.store(path_ptr + batch * (DEPTH + 1) + step, path, mask=step <= DEPTH)
-    tl.store(count_ptr + batch, count.to(tl.int64))
-    tl.store(state_ptr + batch * 2, ratio)
-    tl.store(state_ptr + batch * 2 + 1, unit)
+                ratio, unit, total, mass = _fail_child(
+                    p_row, q_row, token, increase, ratio, unit, total, mass, vocab, BLOCK
+                )
+    _store_walk(path_ptr, count_ptr, state_ptr, batch, step, path, count, ratio, unit, DEPTH)
 
 
 # residual = (p - ratio * q)+ at the last node of each path, with failed children at 0. One program takes a block of

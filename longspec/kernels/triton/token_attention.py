@@ -12,7 +12,7 @@ from torch import Tensor
 from longspec.kernels.shared.device import describe_gpu
 from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import LOG2_E, Tiles, padded_dim, share_begin
-from longspec.kernels.triton.online_softmax import attend_to_slots
+from longspec.kernels.triton.online_softmax import attend_to_slots, store_part
 from longspec.kernels.triton.overlap import overlap_options, prefetch
 from longspec.kernels.triton.tree_attention import merge_parts
 
@@ -88,7 +88,6 @@ def _token_attention_kernel(
     PARTS_PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    LN_2: tl.constexpr = 0.6931471805599453
     # Grid: parts, sequences x KV heads. Heads of the projection are queries, then keys, then values.
     part = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -149,13 +148,11 @@ def _token_attention_kernel(
         0,
         0,
     )
-    # The parts are laid out [P, B, H]. An empty one has the LSE -inf and the output 0.
-    divisor = tl.where(row_sum > 0.0, row_sum, 1.0)
+    # The parts are laid out [P, B, H].
     stride_part = tl.num_programs(1).to(tl.int64) * group
     own_heads = batch * q_heads + kv_head * group
     part_row = part * stride_part + own_heads + row
-    tl.store(lses_ptr + part_row, (row_max + tl.log2(divisor)) * LN_2, mask=in_rows)
-    tl.store(parts_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
+    store_part(parts_ptr, lses_ptr, part_row, acc, row_sum, row_max, in_rows, dim, HEAD_DIM)
 
     # All threads' stores come before the arrival, and the last to arrive sees the stores of all others.
     tl.debug_barrier()

@@ -47,6 +47,23 @@ def _sum_tail(x_ptr, weight_row, column, TAIL: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
+def _total(acc, x_ptr, weight_row, width, TAIL: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[n]: the sums of the partial sums [n, k] and of the last TAIL columns."""
+    result = tl.sum(acc, 1)
+    if TAIL > 0:
+        result += _sum_tail(x_ptr, weight_row, width - TAIL, TAIL, BLOCK_K)
+    return result
+
+
+@triton.jit
+def _store(out_ptr, row, in_rows, result, ADD: tl.constexpr):
+    """out = result, or out += result if ADD."""
+    if ADD:
+        result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, result, mask=in_rows)
+
+
+@triton.jit
 def _sum_by_eight(products):
     """[n, k] -> [n, k / 8]: adds the products of one 16-byte load at once, which leaves registers free for more
     loads."""
@@ -101,21 +118,12 @@ def _vector_product_kernel(
         acc += _sum_by_eight(_load(weight_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
         if GATED:
             acc_up += _sum_by_eight(_load(up_row + column[None, :], in_tile, EVEN).to(tl.float32) * x)
-
-    result = tl.sum(acc, 1)
-    if TAIL > 0:
-        result += _sum_tail(x_ptr, weight_row, width - TAIL, TAIL, BLOCK_K)
+    result = _total(acc, x_ptr, weight_row, width, TAIL, BLOCK_K)
     if HAS_BIAS:
         result += tl.load(bias_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
     if GATED:
-        result = result * tl.sigmoid(result)
-        up = tl.sum(acc_up, 1)
-        if TAIL > 0:
-            up += _sum_tail(x_ptr, up_row, width - TAIL, TAIL, BLOCK_K)
-        result *= up
-    if ADD:
-        result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, result, mask=in_rows)
+        result = result * tl.sigmoid(result) * _total(acc_up, x_ptr, up_row, width, TAIL, BLOCK_K)
+    _store(out_ptr, row, in_rows, result, ADD)
 
 
 @triton.jit
@@ -183,9 +191,7 @@ def _narrow_product_kernel(
         result = gate * tl.sigmoid(gate) * up
     if HAS_BIAS:
         result += bias
-    if ADD:
-        result += tl.load(out_ptr + row, mask=in_rows, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, result, mask=in_rows)
+    _store(out_ptr, row, in_rows, result, ADD)
 
 
 def is_narrow(width: int) -> bool:

@@ -1,0 +1,139 @@
+"""Rows of training: packing, order, collation and position ids. (The draws of a run: test_trainer.py.)"""
+
+import numpy as np
+import pytest
+import torch
+
+from longspec.data.collators import Collator
+from longspec.data.packing import pack
+from longspec.train.positions import anchor_offset_positions, contiguous_positions
+from longspec.train.sampler import ResumableSampler
+
+
+def walk(rows: int, batch: int, world: int, start: int, stop: int, seed: int = 42) -> list[list[list[int]]]:
+    """The micro-batches of each rank."""
+    return [list(ResumableSampler(rows, batch, rank, world, seed, start, stop)) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("rows", "batch", "world"), [(12, 2, 3), (7, 2, 2), (5, 4, 3), (1, 1, 2)])
+def test_every_row_comes_once_an_epoch(rows: int, batch: int, world: int) -> None:
+    micro_steps = 4 * rows
+    ranks = walk(rows, batch, world, 0, micro_steps)
+    sequence = [row for step in range(micro_steps) for rank in range(world) for row in ranks[rank][step]]
+    for epoch in range(len(sequence) // rows):
+        assert sorted(sequence[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+
+
+def test_a_later_start_continues_the_same_walk() -> None:
+    whole = walk(13, 2, 2, 0, 20)
+    assert walk(13, 2, 2, 9, 20) == [rank[9:] for rank in whole]
+
+
+def test_order_changes_with_epoch_and_seed() -> None:
+    first, second = walk(50, 50, 1, 0, 2)[0]
+    assert first != second and first != walk(50, 50, 1, 0, 1, seed=43)[0][0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_no_epoch_follows_the_order_of_the_corpus(seed: int) -> None:
+    """Packed rows are in corpus order, too, and a batch should not come from one document."""
+    rows = pack(np.full(600, 64), 64)
+    samples = np.concatenate([rows[row] for batch in walk(600, 8, 1, 0, 225, seed)[0] for row in batch])
+    for epoch in samples.reshape(3, 600):
+        assert abs(np.corrcoef(epoch, np.arange(600))[0, 1]) < 0.2
+
+
+def naive_best_fit(lengths, max_length):
+    """The tokens of each row of a best-fit-decreasing packing that looks at every open row, ascending."""
+    room = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in range(len(room)) if room[row] >= length]
+        if not fitting:
+            room.append(max_length)
+            fitting = [len(room) - 1]
+        best = min(fitting, key=lambda row: room[row])
+        room[best] -= length
+    return sorted(max_length - left for left in room)
+
+
+@pytest.mark.parametrize("max_length", [7, 64, 1024])
+def test_rows_are_those_of_the_naive_best_fit(max_length):
+    for seed in range(5):
+        lengths = np.random.default_rng(seed).integers(1, max_length + 1, 300)
+        rows = pack(lengths, max_length)
+        assert sorted(rows.samples.tolist()) == list(range(len(lengths)))
+        filled = [int(lengths[row].sum()) for row in rows]
+        assert sorted(filled) == naive_best_fit(lengths.tolist(), max_length)
+
+
+PAD = EOS = 2  # one id for both, as many tokenizers have it
+ROWS = [
+    [{"input_ids": [5, 6, 7, EOS], "prompt_length": 2}, {"input_ids": [8, 9, EOS], "prompt_length": 0}],
+    [{"input_ids": [3, 4, EOS], "prompt_length": 1}],
+]
+X = -100
+
+
+def test_every_real_token_but_each_first_one_is_learnt():
+    batch = Collator(PAD)(ROWS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, EOS, 8, 9, EOS], [3, 4, EOS, PAD, PAD, PAD, PAD]]
+    assert batch["labels"].tolist() == [[X, 6, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
+    answers = Collator(PAD, answer_only=True)(ROWS)["labels"]
+    assert answers.tolist() == [[X, X, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
+
+
+def test_segments_cover_the_flattened_batch_padding_included():
+    batch = Collator(PAD, pad_to=8)(ROWS)
+    assert Collator(PAD)(ROWS)["cu_seqlens"].tolist() == [0, 4, 7, 10, 14]
+    assert batch["cu_seqlens"].tolist() == [0, 4, 7, 8, 11, 16] and batch["cu_seqlens"].dtype == torch.int32
+    for name in ("input_ids", "labels"):
+        assert batch[name].shape == (2, 8) and batch[name].dtype == torch.int64
+
+
+CU = torch.tensor([0, 3, 10, 16, 24], dtype=torch.int32)  # 24 tokens as 2 rows of 12 would cut a segment: 1 x 24
+SHAPE = (1, 24)
+
+
+def draw(lengths: list[int], max_offset: int, longest: int, seed: int = 0) -> list[torch.Tensor]:
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(seed)
+    positions = anchor_offset_positions(borders, (1, sum(lengths)), max_offset, longest, generator)
+    return list(positions[0].split(lengths))
+
+
+def test_contiguous_positions_restart_at_each_segment() -> None:
+    assert contiguous_positions(CU, SHAPE)[0].tolist() == [*range(3), *range(7), *range(6), *range(8)]
+    assert contiguous_positions(torch.tensor([0, 4, 8, 12]), (3, 4)).tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_sinks_stay_and_the_rest_of_a_segment_jumps_as_one() -> None:
+    seen = set()
+    for seed in range(20):
+        for segment in draw([9, 3, 40, 5], max_offset=500, longest=4096, seed=seed):
+            assert segment[:4].tolist() == list(range(min(4, len(segment))))
+            if len(segment) > 4:
+                offset = int(segment[4]) - 4
+                assert segment[4:].tolist() == [offset + j for j in range(4, len(segment))]
+                seen.add(offset)
+    assert len(seen) > 20, "packed segments must draw offsets of their own"
+
+
+def test_offsets_are_uniform_from_zero_to_the_largest_inclusive() -> None:
+    """With T = 6 and max_offset 10, o is uniform in 0 … 4, both ends included."""
+    offsets = torch.stack([segment[4] - 4 for segment in draw([6] * 5000, 10, 4096)])
+    counts = offsets.bincount()
+    assert len(counts) == 5
+    assert counts.min() > 880 and counts.max() < 1120  # 1000 expected, standard deviation 28
+
+
+def test_offsets_leave_headroom_before_the_last_position() -> None:
+    """The largest offset is min(max_offset, max_positions - 1000) - T, or 0 if that is negative."""
+    longest = max(int(segment[4]) - 4 for segment in draw([8] * 2000, 15000, 1100))
+    assert longest == 1100 - 1000 - 8
+    assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, 1004))
+    assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, 64))
+
+
+def test_segments_over_1200_tokens_stay_contiguous() -> None:
+    short, long = draw([1200, 1201], max_offset=30000, longest=131072, seed=3)
+    assert long.tolist() == list(range(1201)) and int(short[4]) > 4
