@@ -48,6 +48,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Runs a test on the CPU and, where there is one, on the GPU."""
+    if request.param == "cpu" and request.node.get_closest_marker("kernel") and "TRITON_INTERPRET" not in os.environ:
+        pytest.skip("needs interpreter")
     return request.param
 
 

@@ -1,6 +1,9 @@
 """Kernels whose result for a row is the same, bit for bit, whatever else a pass computes."""
 
+from typing import Any
+
 import attention_reference
+import numpy as np
 import pytest
 import torch
 from kernel_devices import random
@@ -8,12 +11,28 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 from longspec.kernels.triton.deterministic import causal_attention, path_attention, root_paths
 from longspec.kernels.triton.elementwise import rms_norm
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
 
+pytestmark = pytest.mark.kernel
+
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-"""The interpreter has no bf16 dot, and the order of its fp32 dot depends on the shape."""
+"""The interpreter has no bf16 dot."""
+
+
+@pytest.fixture(autouse=True)
+def order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's dot is numpy's, whose order of summation depends on the shape. In fp64 it makes no difference,
+    because the result is rounded to fp32."""
+
+    def create_dot(builder: InterpreterBuilder, a: Any, b: Any, d: Any, *further: Any) -> TensorHandle:
+        product = np.matmul(a.data, b.data, dtype=np.float64)
+        return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def random_tree(nodes: int, device: str) -> Tensor:

@@ -11,6 +11,8 @@ from longspec.kernels.shared.tree import Branches, Draws, Tree, new_tree
 from longspec.kernels.torch import trees
 from longspec.kernels.triton.node_selection import select_nodes
 
+pytestmark = pytest.mark.kernel
+
 
 def grown(batch: int, shape: tuple[int, ...], vocab: int, sampled: bool, seed: int) -> tuple[Tree, torch.Tensor]:
     """A tree of random distributions, in which some tokens are impossible, and its levels."""

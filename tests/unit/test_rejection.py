@@ -20,6 +20,8 @@ from longspec.kernels.triton.descent import follow_choices
 from longspec.kernels.triton.rejection import reject_children
 from longspec.kernels.triton.row_argmax import first_arrival
 
+pytestmark = pytest.mark.kernel
+
 
 class FixedSampler(Sampler):
     """A sampler with fixed coins [B, N] and noise [B, V]."""

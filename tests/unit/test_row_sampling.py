@@ -9,6 +9,8 @@ from longspec.inference.row_settings import RowSettings
 from longspec.inference.sampling import Sampler, sampling_kind
 from longspec.kernels.torch.row_noise import row_noise
 
+pytestmark = pytest.mark.kernel
+
 SEEDS = torch.tensor([0, 5, -1, 2**62])
 POSITIONS = torch.tensor([0, 3, 7, 100], dtype=torch.int32)
 CONSTANT = torch.tensor([False, True, False, False])

@@ -13,6 +13,8 @@ from longspec.kernels.shared.residual import HeadNorms, TokenSlots
 from longspec.kernels.triton.attention_tiles import Tiles
 from longspec.kernels.triton.token_attention import token_attention
 
+pytestmark = pytest.mark.kernel
+
 TILES = Tiles(16, 16, 4, 2)
 
 

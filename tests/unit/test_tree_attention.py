@@ -17,6 +17,8 @@ from longspec.kernels.choice import choose_backend
 from longspec.kernels.shared.attention import PrefixParts
 from longspec.kernels.triton.tree_attention import prefix_and_tree_attention
 
+pytestmark = pytest.mark.kernel
+
 BLOCK = 48
 
 

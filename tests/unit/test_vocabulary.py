@@ -17,6 +17,8 @@ from longspec.kernels.torch import trees, vocabulary
 from longspec.kernels.triton import logit_statistics, row_argmax, tree_growth
 from longspec.kernels.triton.backend import TritonBackend
 
+pytestmark = pytest.mark.kernel
+
 SIZES = [
     # batch, parents, width, vocabulary; a sub-chunk has 256 columns, a chunk 4096
     (1, 1, 4, 4),
