@@ -40,10 +40,13 @@ MULTIPROCESSORS, OLDER, CPU_SPEED = 132, 0.4, 1 / 5_000
 """Multiprocessors of an H100, the speed of one before Hopper relative to them, and that of a CPU core to an H100."""
 COMFORTABLE, TIGHT = 0.6, 0.8
 """Largest shares of a GPU's memory for the weights: if there are more GPUs to share them, and if there are not."""
-START_S, PROBE_START_S = 25, 130
-"""Seconds to start the processes of a step and to load the weights; for a probe also to tokenize and to score."""
-COMPOSED = 300_000
-"""Tokens/s of prompts that are composed."""
+START_S, PROBE_START_S, SCORE_S = 25, 60, 4
+"""Seconds to start the processes of a step and to load the weights, for a probe also to tokenize, and to score one of
+its candidates."""
+ATTENTION = 2
+"""Time of attention in a training step, the draft's included, relative to that in `pass_seconds`."""
+COMPOSED, FILE_TOKENS = 300_000, 4_800
+"""Tokens/s of prompts that are composed, and mean tokens of a source file."""
 WARM_UP_S = 3.5
 """Seconds of the first sample of a method, a temperature and a context on a GPU."""
 ROUND_TOKENS, TREE_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}, 2.5
@@ -199,16 +202,17 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         first = next(iter(settings.training.stages.values()))
         rows = int(probe.shared.get("per_device_train_batch_size", first.tokens_per_step // first.max_length))
         step = pass_seconds(target, machine, rows * first.max_length, first.max_length)
-        step += len(probe.candidates) * draft_seconds(target, machine, rows * first.max_length) / 2
-        seconds["probes"] = seconds.get("probes", 0) + PROBE_START_S + probe.steps * step
+        drafts = len(probe.candidates)
+        step += drafts * draft_seconds(target, machine, rows * first.max_length) / 2
+        seconds["probes"] = seconds.get("probes", 0) + PROBE_START_S + drafts * SCORE_S + probe.steps * step
     for name, stage in settings.training.stages.items():
         tokens[name] = stage.steps * stage.tokens_per_step
-        work = pass_seconds(target, machine, tokens[name], stage.max_length)
+        work = pass_seconds(target, machine, tokens[name], ATTENTION * stage.max_length)
         seconds[name] = 2 * START_S + (work + draft_seconds(target, machine, tokens[name])) / devices
     seconds["evaluation"] = START_S + _evaluation_seconds(settings, target, machine)
-    text += tokens[CHAT] + tokens.get("answers", 0)
-    drafts = len(settings.training.stages) * STATE_BYTES * target.config.hidden_size**2
-    return Estimate(seconds, tokens, TEXT_BYTES * text + drafts)
+    text += tokens[CHAT] + tokens.get("answers", 0) + settings.code.train_files * FILE_TOKENS
+    saves = len(settings.training.stages) * STATE_BYTES * target.config.hidden_size**2
+    return Estimate(seconds, tokens, TEXT_BYTES * text + saves)
 
 
 def mean_length(settings: Settings, group: str) -> float:

@@ -1,4 +1,4 @@
-"""Prompts for training, validation and test, of given lengths in tokens and in LongBench's wording."""
+"""Prompts for training, validation and test, of given lengths in tokens and in LongBench's wording; source files."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline.files import answers_file, claim, prompts_file, read_jsonl
-from longspec.pipeline.settings import OWN, Settings
+from longspec.pipeline.settings import OWN, SOURCE, Settings
 from longspec.pipeline.sources import SPLITS, Meeting, SourceFile, Texts, read_code, read_own, read_texts
 from longspec.pipeline.target import LONGEST_TOKEN, TargetText
 from longspec.replacing import write_atomically
@@ -45,9 +45,16 @@ TRIES = 200
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
-    """Write the prompts of all missing groups. Raises UserError if existing ones were made with other settings."""
+    """Write the prompts of all missing groups, and the source files that stages read as they are.
+
+    Raises UserError if existing ones were made with other settings.
+    """
+    limits = asdict(settings.code)
+    source, count = answers_file(root, SOURCE, "train"), limits.pop("train_files")
+    if count:
+        claim(source.with_suffix(".settings.json"), {"train_files": count, "code": limits, "seed": settings.seed})
     common = {"target": settings.target, "with_text": settings.benchmarks is not None, "seed": settings.seed}
-    common |= {"code": asdict(settings.code), "with_documents": settings.documents is not None}
+    common |= {"code": limits, "with_documents": settings.documents is not None}
     common |= {"text": settings.text} if settings.text else {}
     missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
@@ -62,11 +69,14 @@ def write_prompts(settings: Settings, root: Path) -> None:
             for group, lengths in lengths_by_group.items()
             if not prompts_file(root, split, group).exists()
         }
-    if not any(missing.values()):
+    lacks_source = count and not source.exists()
+    if not any(missing.values()) and not lacks_source:
         return
 
     target = TargetText.load(settings.target)
     code = read_code(settings.code, settings.seed)
+    if lacks_source:
+        write_source(code["train"], count, settings.seed, source)
     own = read_own(settings, target)
     for split, lengths_by_group in missing.items():
         texts = read_texts(settings.benchmarks, settings.documents, split)
@@ -82,6 +92,14 @@ def write_prompts(settings: Settings, root: Path) -> None:
             ]
         for task in tasks:
             task.result()
+
+
+def write_source(files: Sequence[SourceFile], count: int, seed: int, file: Path) -> None:
+    """Write up to `count` random files as records of plain text."""
+    chosen = random.Random(f"{seed}/{SOURCE}").sample(files, min(count, len(files)))
+    lines = (json.dumps({"id": one.path, "text": one.text}) + "\n" for one in chosen)
+    write_atomically(file, "".join(lines), make_folder=True)
+    tqdm.write(f"source files to train on: {len(chosen)}")
 
 
 def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, file: Path) -> None:

@@ -19,6 +19,8 @@ FORCED = "forced"
 TASKS = ("lcc", "repobench-p", "qmsum", "gsm8k", "chat", "own", "everyday", "aime24", "edit", "quote")
 OWN = "own"
 """The prompts in the user's files (`Settings.text`): a group, and a task."""
+SOURCE = "source"
+"""Name of the run whose text is source files as they are (`CodeSettings.train_files`)."""
 GROUPS = (
     *("chat", "chat-long", "gsm8k", "gsm8k-long", "qmsum", "qmsum-short", "lcc", "lcc-short", "repobench-p"),
     *("code-question", "code-question-short", "document", "document-short", OWN),
@@ -56,12 +58,14 @@ class PromptSettings:
 
 @dataclass
 class CodeSettings:
-    """Limits on the search for source files."""
+    """Limits on the search for source files, and how many of them are training data."""
 
     folders: list[str] = field(default_factory=list)
     """Folders of packages to search; empty for the standard library and the installed packages."""
     packages: int = 1000
     files_per_package: int = 60
+    train_files: int = 0
+    """Number of training files that stages may read as they are, by the name SOURCE; fewer if fewer are found."""
 
 
 @dataclass
@@ -83,7 +87,7 @@ class StageSettings:
     config: str = MISSING
     """Name of the training configuration in conf/exp."""
     answers: list[str] = MISSING
-    """Runs of the target whose answers are the training data: keys of `answers`, or chat."""
+    """Runs of the target whose answers are the training data: keys of `answers`, chat, or SOURCE."""
     replay: dict[str, int] = field(default_factory=dict)
     """Further runs, and the number of training records from each, so that the draft does not forget earlier stages."""
     steps: int = MISSING
@@ -226,7 +230,8 @@ def settings_yaml(settings: Settings) -> str:
 def check_settings(settings: Settings) -> None:
     """Raise UserError that names the first key with a wrong value."""
     prompts, evaluation, stages = settings.prompts, settings.evaluation, settings.training.stages
-    runs = ["chat", *settings.answers]
+    reserved = {"chat": "the section chat", SOURCE: "code.train_files"}
+    runs = [*reserved, *settings.answers]
     choices: list[tuple[str, Iterable[str], Collection[str]]] = [
         ("prompts.train", prompts.train, GROUPS),
         ("prompts.validation", prompts.validation, GROUPS),
@@ -243,8 +248,9 @@ def check_settings(settings: Settings) -> None:
         for name in names:
             if name not in allowed:
                 raise UserError(f"config key {key}: no {name}; use {', '.join(allowed)}")
-    if "chat" in settings.answers:
-        raise UserError("config key answers.chat: this name is reserved for the section chat")
+    for name, owner in reserved.items():
+        if name in settings.answers:
+            raise UserError(f"config key answers.{name}: this name is reserved for {owner}")
     for key in ("contexts", "short_contexts"):
         contexts = getattr(prompts, key)
         if len(contexts) != 2 or not 0 < contexts[0] <= contexts[1]:

@@ -26,11 +26,6 @@ VOCAB = 61
 SHAPE = (2, 4, 3, 2)
 
 
-@pytest.fixture(autouse=True)
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Token ids and mask, padded right, and the rows alone."""
     ids, mask, rows = ragged_prompts(*lengths)

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 from pipeline_fixtures import make_chat_target, write_text_folder
+from tiny_tokenizer import VOCAB_SIZE
 
+from longspec.data.dataset import build_dataset
+from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError
 from longspec.longbench.tasks import TASKS
-from longspec.pipeline import sources
-from longspec.pipeline.prompts import Makers
+from longspec.pipeline import prompts, sources
+from longspec.pipeline.files import answers_file, read_jsonl
+from longspec.pipeline.prompts import Makers, write_prompts
 from longspec.pipeline.settings import CodeSettings, load_settings
 from longspec.pipeline.sources import (
     SPLITS,
@@ -22,7 +26,7 @@ from longspec.pipeline.sources import (
     sample_files,
     split_of,
 )
-from longspec.pipeline.target import TargetText
+from longspec.pipeline.target import CHAT_FORMAT, TargetText
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,17 +88,23 @@ def test_a_record_without_its_field_is_one_line(tmp_path: Path) -> None:
         read_texts(str(tmp_path), None, "train")
 
 
-def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_packages(folder: Path) -> tuple[list[str], str]:
+    """Write 40 packages of five files and a test. Returns their names, and the one with a copy of a held-out file."""
     body = "".join(f"def function_number_{n}(argument): return argument * {n}\n" for n in range(60))
     names = [f"package{number}" for number in range(40)]
     for name in names:
-        (tmp_path / name / "tests").mkdir(parents=True)
-        (tmp_path / name / "tests" / "skipped.py").write_text(body)
+        (folder / name / "tests").mkdir(parents=True)
+        (folder / name / "tests" / "skipped.py").write_text(body)
         for number in range(5):
-            (tmp_path / name / f"m{number}.py").write_text(body.replace("function", f"{name}_{number}"))
+            (folder / name / f"m{number}.py").write_text(body.replace("function", f"{name}_{number}"))
     held_out = next(name for name in names if split_of(name) == "test")
     fork = next(name for name in names if split_of(name) == "train")
-    (tmp_path / fork / "m0.py").write_text("# a fork\n" + (tmp_path / held_out / "m0.py").read_text())
+    (folder / fork / "m0.py").write_text("# a fork\n" + (folder / held_out / "m0.py").read_text())
+    return names, fork
+
+
+def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, fork = write_packages(tmp_path)
     monkeypatch.setattr(
         sources.sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), tmp_path)
     )
@@ -104,6 +114,36 @@ def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkey
     assert f"{fork}/m0.py" not in [file.path for file in files["train"]]
     assert f"{fork}/m1.py" in [file.path for file in files["train"]]
     assert len(sample_files(tmp_path / fork, CodeSettings(files_per_package=2), random.Random(0))) == 2
+
+
+def test_the_trainer_reads_source_files_of_the_training_packages(
+    target: TargetText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and in random order, none that is held out or a copy of such a file. They are written once."""
+    names, fork = write_packages(tmp_path / "packages")
+    settings = load_settings(ROOT / "tests" / "tiny_draft.yaml", [f"target={target.path}"])
+    settings.prompts.train, settings.prompts.validation, settings.evaluation.tasks = {}, {}, {}
+    settings.code = CodeSettings([str(tmp_path / "packages")], train_files=1000)
+    root = tmp_path / "root"
+    file = answers_file(root, "source", "train")
+    write_prompts(settings, root)
+    files = [Path(record["id"]) for record in read_jsonl(file)]
+    packages = [path.parts[0] for path in files]
+    assert set(packages) == {name for name in names if split_of(name) == "train"}
+    assert len(set(files)) == len(files) == 5 * len(set(packages)) - 1 and Path(fork, "m0.py") not in files
+    assert packages != sorted(packages)
+
+    tokenize = Tokenize(target.tokenizer, 1, VOCAB_SIZE, "llama", CHAT_FORMAT, max_length=128, overflow="split")
+    rows = build_dataset([str(file)], tokenize, pack=True, cache_dir=str(tmp_path / "cache"))
+    segments = [segment for number in range(len(rows)) for segment in rows[number]]
+    assert sum(len(segment["input_ids"]) for segment in segments) > 2000 * len(files), "nothing is cut off"
+    assert all(segment["prompt_length"] == 0 for segment in segments), "all tokens are in the loss"
+
+    monkeypatch.setattr(prompts, "read_code", lambda *_: pytest.fail("read again"))
+    write_prompts(settings, root)
+    settings.code.train_files = 7
+    with pytest.raises(UserError, match=r"made with other settings \(train_files: 1000 there, 7 here\)"):
+        write_prompts(settings, root)
 
 
 def test_the_users_prompts_are_split_by_their_text(

@@ -37,6 +37,7 @@ def load(*overrides: str) -> Settings:
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
         ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no chta; use chat, "),
+        ("answers.source={prompts: [lcc], max_new_tokens: 1, batch_size: 1}", "reserved for code.train_files"),
         ("training.stages.stage2.replay.chta=5", "stages.stage2.replay: no chta"),
     ],
 )

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
-from longspec.pipeline.estimates import Machine, Target, estimate
+from longspec.pipeline.estimates import FILE_TOKENS, Machine, Target, estimate
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
@@ -72,14 +72,24 @@ def test_the_trainer_reads_the_values_that_a_stage_states() -> None:
     assert config.data.files == texts and config.adam_betas == [0.5, 1e-7]
 
 
-def test_probes_try_every_layer_of_the_upper_part() -> None:
+def test_probes_try_every_second_layer_of_the_upper_half() -> None:
+    """In docs/reproduce.md, layers 22 and 24 of 28 are within 2% of the best one, and 20, 21 and 25 are not."""
     settings = chosen_settings(QWEN, H100, 0.5, 32768)
     (probe,) = settings.probes.values()
     assert probe.adopt and next(iter(probe.candidates)) == "last-only"
     layers = [changes["model.kv_layers"] for changes in probe.candidates.values()]
-    assert layers[1:] == [[layer] for layer in range(11, 27)]
+    assert layers[1:] == [[layer] for layer in range(14, 27, 2)]
     (wide,) = chosen_settings(TARGETS["8b"], H100, 2, 32768).probes.values()
-    assert 4 < len(wide.candidates) < 9, "the drafts of a wide target fill the memory"
+    assert 4 < len(wide.candidates) < len(probe.candidates), "the drafts of a wide target fill the memory"
+
+
+def test_stage_1_reads_about_as_many_tokens_of_source_files_as_the_target_writes() -> None:
+    for hours in (0.3, 1):
+        settings = chosen_settings(QWEN, H100, hours, 32768)
+        tokens = estimate(settings, QWEN, H100).tokens
+        assert 0.5 < settings.code.train_files * FILE_TOKENS / (tokens["chat"] + tokens["answers"]) < 1.5
+    assert "source" in settings.training.stages["stage1"].answers
+    assert chosen_settings(QWEN, H100, 0.1, 16384, draft="me/draft").code.train_files == 0
 
 
 def test_the_users_prompts_are_trained_on_and_measured() -> None:
