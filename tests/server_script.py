@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from longspec.data.templates import conversation_text, encode_texts
 from longspec.inference.arguments import check_request
-from longspec.inference.engine.requests import Event, Finished, OnEvent, Request, Snapshot, Ticket, Tokens
+from longspec.inference.engine.requests import Event, Finished, FinishReason, OnEvent, Request, Snapshot, Ticket, Tokens
 from longspec.inference.server.app import build_app
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.served_model import ServedModel
@@ -45,6 +45,8 @@ class Script:
     healthy: bool = True
     submitted: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
+    reasons: list[FinishReason] = field(default_factory=list)
+    """Those of `cancelled`."""
     cached: list[int] = field(default_factory=lambda: [0])
     """Cached tokens of the requests' prompts, in turn."""
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -58,8 +60,9 @@ class Script:
         cached = self.cached[(len(self.submitted) - 1) % len(self.cached)]
         return Ticket(request, on_event, perf_counter(), cached_prompt_tokens=cached)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket, reason: FinishReason = "cancelled") -> None:
         self.cancelled.append(ticket.request)
+        self.reasons.append(reason)
 
     def snapshot(self) -> Snapshot:
         fields = {"requests": 7, "finished": {"stop": 5}, "row_rounds": 4, "decoded_tokens": 10}

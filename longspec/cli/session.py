@@ -1,6 +1,7 @@
 """A conversation in the terminal: reads lines, runs commands, prints answers while they are generated."""
 
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -26,6 +27,7 @@ HELP = """\
 /quit       end the chat, as Ctrl-D does
 Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
+COMMANDS = ", ".join(re.findall(r"^/\w+", HELP, re.MULTILINE))
 
 
 @dataclass
@@ -83,6 +85,8 @@ class Session:
                 self.console.print("The conversation is empty.")
             elif command == "/file":
                 self.add_file(argument.strip())
+            elif re.fullmatch(r"/\w+", command):
+                raise UserError(f"no command {line}; use {COMMANDS}")
             else:
                 files, self.files = self.files, []  # one that does not fit is not sent again
                 self.answer("\n\n".join([*files, line]))
@@ -113,13 +117,17 @@ class Session:
             self.turns = [*turns, {"role": "assistant", "content": stream.text}]
 
     def add_file(self, name: str) -> None:
-        """Keep the text of a file for the next message. Raises UserError if it is not a readable text file."""
+        """Keep the text of a file for the next message. Raises UserError if it is not a text file that fits."""
         path = Path(name).expanduser()
         with os_errors(f"/file {name}: cannot be read"):
             content = path.read_bytes()
         text = decoded(content, f"/file {name}").strip()
+        turns: list[Turn] = [*self.turns, {"role": "user", "content": "\n\n".join([*self.files, text])}]
+        tokens, prompt = self.pair.encode([text, turns])
+        if len(prompt) >= self.pair.positions:
+            problem = f"{len(tokens)} tokens; the conversation would have {len(prompt)}"
+            raise UserError(f"/file {name}: {problem}, but the target takes {self.pair.positions}")
         self.files.append(text)
-        (tokens,) = self.pair.encode([text])
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
 
     def _read(self) -> str | None:

@@ -1,7 +1,7 @@
 """Typed settings of `longspec draft`: derived from the target, or read from a YAML file, with key=value overrides."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ GROUPS = (
     *("code-question", "code-question-short", "document", "document-short", OWN),
 )
 """Groups of prompts for training and validation."""
+MAY_BE_0 = ("train", "validation", "test", "train_files", "replay", "contexts", "seed")
+"""Fields whose integers may be 0, in every section; those of all others are at least 1."""
 
 
 @dataclass
@@ -227,8 +229,22 @@ def settings_yaml(settings: Settings) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
+def _check_integers(value: Any, key: str, least: int) -> None:
+    """Raise UserError for an integer below its least value, in a section or a field with its key."""
+    if is_dataclass(value):
+        for entry in fields(value):
+            if "typing.Any" not in str(entry.type):  # else values of the trainer, which checks them
+                _check_integers(getattr(value, entry.name), f"{key}.{entry.name}", int(entry.name not in MAY_BE_0))
+    elif isinstance(value, (dict, list)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_integers(item, f"{key}.{name}", least)
+    elif isinstance(value, int) and not isinstance(value, bool) and value < least:
+        raise UserError(f"config key {key[1:]}: {value}; must be at least {least}")
+
+
 def check_settings(settings: Settings) -> None:
     """Raise UserError that names the first key with a wrong value."""
+    _check_integers(settings, "", 1)
     prompts, evaluation, stages = settings.prompts, settings.evaluation, settings.training.stages
     reserved = {"chat": "the section chat", SOURCE: "code.train_files"}
     runs = [*reserved, *settings.answers]

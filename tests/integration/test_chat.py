@@ -85,6 +85,25 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     assert len(session.turns) == 6
 
 
+def test_a_command_that_does_not_exist_is_told_and_not_sent(target: Path) -> None:
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
+    for line in ("/clear", "/stats now", "/Quit"):
+        said(session, line)
+        assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session)
+    assert session.turns == []
+
+
+def test_a_file_that_does_not_fit_next_to_the_conversation_is_refused(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("x" * 4090)
+    (tmp_path / "half.txt").write_text("x" * 2500)
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
+    output = said(session, f"/file {tmp_path}/long.txt", f"/file {tmp_path}/half.txt", f"/file {tmp_path}/half.txt")
+    for name, tokens, together in (("long.txt", 4090, 4100), ("half.txt", 2500, 5012)):
+        problem = f"{tokens} tokens; the conversation would have {together}, but the target takes 4096"
+        assert f"error: /file {tmp_path}/{name}: {problem}\n" in output
+    assert output.count("2500 tokens go with") == 1 and session.files == ["x" * 2500]
+
+
 def test_an_answer_cannot_control_the_terminal() -> None:
     tokenizer, console = byte_tokenizer(), terminal()
     stream = AnswerStream(console, tokenizer)

@@ -67,10 +67,15 @@ def test_cancellation_frees_the_row_within_one_round(model: GlideMixin, ahead: i
         cancelled = Answer(scheduler, Request([3], 1000), cancel_after=3)
         queued = Answer(scheduler, Request([4], 1000), cancel_after=0)
         following = Answer(scheduler, Request([3], 9))
+        ended = [Answer(scheduler, Request([5], 1000)) for _ in range(2)]
+        for answer in ended:  # whose client has found a stop string
+            scheduler.cancel(answer.ticket, "stop")
+        assert [answer.finished.reason for answer in ended] == ["stop"] * 2
         assert cancelled.finished.reason == queued.finished.reason == "cancelled"
         assert len(cancelled.events) <= 4 and not queued.events
         for answer, request in ((following, Request([3], 9)), (steady, Request([1, 2], 60))):
             assert answer.finished.reason == "length" and answer.ids == alone(model, request)
+        assert scheduler.snapshot().finished == {"stop": 2, "cancelled": 2, "length": 2}
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

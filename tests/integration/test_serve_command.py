@@ -6,8 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import openai
 import psutil
@@ -26,14 +30,16 @@ from longspec.inference.server import serving
 from longspec.inference.server.serving import allowed_hosts, is_loopback, listen, url_of
 
 LIMIT_S = 60
+ENDLESS = {"longspec": {"ignore_eos": True}}
 KEY = "a key of the environment"
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A server of a tiny pair, told its key by the environment."""
+def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A server of a tiny pair, told its key by the environment. Parameter: further options."""
     printable_pair(tmp_path / "pair")
     command = [sys.executable, "-m", "longspec", "serve", str(tmp_path / "pair"), "--port", "0", "--max_rows", "2"]
+    command += getattr(request, "param", [])
     environment = {**os.environ, "LONGSPEC_API_KEY": KEY, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         yield process
@@ -57,6 +63,42 @@ def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen
     assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
+
+
+@pytest.mark.parametrize(
+    ("process", "signals", "cause"),
+    [(["--drain_seconds", "0"], 1, "timeout graceful shutdown exceeded"), ([], 2, "a second SIGINT")],
+    indirect=["process"],
+)
+def test_an_open_request_gets_an_error_at_the_end_and_the_log_one_line(
+    process: subprocess.Popen[str], signals: int, cause: str
+) -> None:
+    """A streamed one, a whole one, and one whose body has not arrived."""
+    assert process.stderr is not None
+    url = next(match[1] for line in process.stderr if (match := re.search(r"listening on (\S+)", line)))
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    (model,) = client.models.list()
+    ask = partial(client.completions.create, model=model.id, prompt="ab", max_tokens=4000, extra_body=ENDLESS)
+    stream = ask(stream=True)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", int(url.split(":")[-1]))) as unread:
+        whole = pool.submit(ask)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        unread.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode())
+        metrics = Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+        while b"longspec_running_rows 2.0" not in urlopen(metrics, timeout=LIMIT_S).read():
+            pass
+        for _ in range(signals):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        with pytest.raises(openai.APIError, match="the server stopped before the answer was complete"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="503 - the server stopped"):
+            whole.result()
+        assert unread.recv(2**16).startswith(b"HTTP/1.1 503 ")
+    assert process.wait(LIMIT_S) == 128 + signal.SIGINT
+    line, end = process.stderr.read().splitlines()
+    assert "3 " in line and cause in line and end == "stopped by SIGINT"
 
 
 def serve_to(probe: Callable[[TestClient], None], monkeypatch: pytest.MonkeyPatch) -> None:

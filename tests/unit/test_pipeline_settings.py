@@ -38,12 +38,23 @@ def load(*overrides: str) -> Settings:
         ("code.packages=many", "code.packages"),
         ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no chta; use chat, "),
         ("answers.source={prompts: [lcc], max_new_tokens: 1, batch_size: 1}", "reserved for code.train_files"),
+        ("chat.train=-5", "key chat.train: -5; must be at least 0"),
+        ("prompts.train.lcc=-1", "key prompts.train.lcc: -1; must be at least 0"),
+        ("training.stages.stage1.steps=0", "key training.stages.stage1.steps: 0; must be at least 1"),
+        ("answers.code.batch_size=0", "key answers.code.batch_size: 0; must be at least 1"),
+        ("evaluation.methods=[{name: tree, prompts: -1}]", r"key evaluation.methods.0.prompts: -1; must be at least 1"),
+        ("evaluation.methods=[{name: tree, prompts: 1, tree_shape: [4, 0]}]", r"methods.0.tree_shape.1: 0; must be"),
         ("training.stages.stage2.replay.chta=5", "stages.stage2.replay: no chta"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(override)
+
+
+def test_counts_may_be_0_and_values_of_the_trainer_may_be_anything() -> None:
+    load("chat.train=0", "code.train_files=0", "prompts.train.lcc=0", "seed=0", "evaluation.tasks.lcc.contexts=[0]")
+    load("training.stages.stage1.overrides={a: -1}", "probes={layers: {candidates: {a: {b: -1}}}}")
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda file: file.stem)

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from server_script import HELLO, Script, chat, events, ids, said
+from server_script import HELLO, TOKENIZER, Script, chat, events, ids, said
 from starlette.testclient import TestClient
 
 from longspec.inference.engine.requests import Finished, PromptScores, Timings, Tokens, Tree
@@ -17,6 +17,7 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     assert answer["choices"][0]["message"]["content"] == "one "
     assert answer["usage"]["completion_tokens"] == len("one two"), "tokens after the stop string are not counted"
     assert answer["choices"][0]["finish_reason"] == "stop" and script.cancelled == script.submitted
+    assert script.reasons == ["stop"]
     chunks = events(client, **HELLO, stop=["two"])
     texts = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
     assert "".join(texts) == "one " and chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -101,18 +102,32 @@ def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, scr
 
 
 def test_alternatives_are_told_by_text(client: TestClient, script: Script) -> None:
-    a, _, part = ids("ab\xe9")[:3]  # the last one is half of a character
+    """A token that is a part of a character has its own bytes."""
+    a, _, part = ids("ab\xe9")[:3]
     script.events = [said("b", logprobs=[-2.0], alternatives=[[(a, -0.5), (part, -1.0), (part + 1, -1.5)]])]
     script.events += [Finished("length")]
     (entry,) = chat(client, **HELLO, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert [(best["token"], best["logprob"], best["bytes"]) for best in entry["top_logprobs"]] == [
         ("a", -0.5, [97]),
-        ("\ufffd", -1.0, None),
-        ("\ufffd", -1.5, None),
+        ("\ufffd", -1.0, [0xC3]),
+        ("\ufffd", -1.5, [0xC4]),
     ]
     fields = chat(client, path="completions", prompt="x", logprobs=3)["choices"][0]["logprobs"]
     assert fields["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0, "b": -2.0}]
     assert [(request.logprobs, request.alternatives) for request in script.submitted] == [(True, 2), (True, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("<0xE9>", b"\xe9"), ("\u0120\xc3", b" \xc3"), ("a\ufffd", b"\xef\xbf\xbd")]
+)
+def test_bytes_of_a_token_are_those_of_its_name_in_the_vocabulary(
+    client: TestClient, script: Script, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    """Of SentencePiece, of byte-level BPE, and of a token that contains U+FFFD itself."""
+    monkeypatch.setattr(TOKENIZER, "convert_ids_to_tokens", lambda token: name)
+    script.events = [Tokens(ids("\xe9")[:1], ["target"], logprobs=[-1.0]), Finished("length")]
+    (entry,) = chat(client, **HELLO, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert bytes(entry["bytes"]) == content
 
 
 def test_an_echoed_prompt_begins_the_answer(client: TestClient, script: Script) -> None:

@@ -62,6 +62,28 @@ def test_a_client_that_does_not_read_gives_its_row_back(script: Script, monkeypa
     assert script.cancelled == script.submitted != []
 
 
+def test_the_end_of_the_server_does_not_wait_for_a_client_that_does_not_read(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(longspec.inference.server.app, "LAST_EVENTS_S", 0.05)
+    script.events = [said("a")]
+    is_blocked = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        is_blocked.set()
+        await asyncio.Event().wait()
+
+    async def ended() -> None:
+        body = {**HELLO, "stream": True}
+        task = asyncio.create_task(talk(application(script), body, asyncio.Event().wait, send))
+        await is_blocked.wait()
+        task.cancel()
+        assert (await asyncio.wait({task}, timeout=10))[0]
+
+    asyncio.run(ended())
+    assert script.cancelled == script.submitted != []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_gives_its_row_back(script: Script, stream: bool) -> None:
     """Nothing is sent to it once its request is known to be gone."""

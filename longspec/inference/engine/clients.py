@@ -23,9 +23,9 @@ class Clients:
         self.on_finished: Callable[[], None] = lambda: None
         """Called after each `Finished`."""
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket, reason: FinishReason) -> None:
         """Mark a request, which ends before its next round."""
-        ticket.cancelled = True
+        ticket.cancelled = reason
         self.has_unwanted = True
 
     def send(self, ticket: Ticket, event: Event) -> None:

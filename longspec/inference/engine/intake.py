@@ -87,9 +87,9 @@ class Intake:
         for ticket in [*self.waiting]:  # a copy, because other threads add requests meanwhile
             if ticket.cancelled:
                 self.waiting.remove(ticket)
-                self.clients.finish(ticket, "cancelled")
+                self.clients.finish(ticket, ticket.cancelled)
         if self.held is not None and self.held.cancelled:
-            self.clients.finish(self.held, "cancelled")
+            self.clients.finish(self.held, self.held.cancelled)
             self.held = None
 
     def forget(self, row: Row) -> None:

@@ -14,7 +14,7 @@ from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
-from longspec.inference.engine.requests import OnEvent, Request, Ticket
+from longspec.inference.engine.requests import FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
@@ -94,9 +94,9 @@ class RequestEngine:
         self.waiting.append(ticket)
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket, reason: FinishReason = "cancelled") -> None:
         """End a request before its next round; one that has finished stays as it is."""
-        self.clients.cancel(ticket)
+        self.clients.cancel(ticket, reason)
 
     def step(self) -> bool:
         """Read a chunk of prompts, then play a round. Returns whether requests are left."""

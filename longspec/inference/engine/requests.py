@@ -23,7 +23,7 @@ def round_origins(from_lookup: Sequence[bool]) -> list[Origin]:
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""stop: an EOS token; length: max_new_tokens; cancelled: by the client or by shutdown; error: see the message."""
+"""stop: an EOS token or a stop string; length: max_new_tokens; cancelled: by client or shutdown; error: see message."""
 
 
 class QueueFull(Exception):
@@ -150,8 +150,8 @@ class Ticket:
     """Its share of the time of the rounds so far, in seconds; rows of a round have equal shares."""
     plans: Counter[str] = field(default_factory=Counter)
     """Number of its rounds per plan of method "auto"."""
-    cancelled: bool = False
-    """Set by `cancel`; the engine's thread acts on it before its next round."""
+    cancelled: FinishReason | None = None
+    """The reason to end it. Set by `cancel`; the engine's thread acts on it before its next round."""
     failure: str = ""
     """Why `on_event` failed; the request then ends with reason "error"."""
 

@@ -8,7 +8,7 @@ from longspec.errors import first_line
 from longspec.inference.arguments import checked_drafting, chosen_attention
 from longspec.inference.engine.batch import PREFILL_CHUNK
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
+from longspec.inference.engine.requests import FinishReason, NotServing, OnEvent, QueueFull, Request, Snapshot, Ticket
 from longspec.inference.methods import AUTO, Drafting
 from longspec.inference.request import Sampling
 from longspec.inference.token_options import check_integer
@@ -73,10 +73,10 @@ class Scheduler:
             self._changed.notify_all()
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket, reason: FinishReason = "cancelled") -> None:
         """End a request before its next round; one that has finished stays as it is."""
         with self._changed:
-            self.engine.cancel(ticket)
+            self.engine.cancel(ticket, reason)
             self._changed.notify_all()
 
     def drain(self, timeout: float | None = None) -> bool:

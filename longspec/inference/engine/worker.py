@@ -114,8 +114,8 @@ class Worker:
         """End the requests that were cancelled, or whose clients have failed."""
         self.intake.drop_cancelled()
         for row in self.rows.busy():
-            if row.ticket.cancelled or row.ticket.failure:
-                self._stop(row, "error" if row.ticket.failure else "cancelled", row.ticket.failure)
+            if reason := "error" if row.ticket.failure else row.ticket.cancelled:
+                self._stop(row, reason, row.ticket.failure)
 
     def _begin(self, outcome: Outcome) -> None:
         """Take a row whose prompt was read into the rounds, or end its request."""

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.access import AccessCheck
-from longspec.inference.server.errors import ApiError
+from longspec.inference.server.errors import SERVER_STOPPED, ApiError
 from longspec.inference.server.job import Delta, Job
 from longspec.inference.server.limits import Limits, read_body
 from longspec.inference.server.metrics import Metrics
@@ -36,7 +37,7 @@ CLIENT_GONE = 499
 LONGEST_WARNING = 500
 """Most characters of the names of ignored fields in a response."""
 LAST_EVENTS_S = 1.0
-"""Time after a stream's deadline in which the client must read the events that end it."""
+"""Time in which the client must read the events that end a stream at its deadline, or at the server's end."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,14 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout_at(self.job.deadline + LAST_EVENTS_S):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:  # the client does not read; uvicorn closes the connection of an incomplete response
-            pass
+            with suppress(TimeoutError):  # of a client that does not read; uvicorn closes its connection
+                async with asyncio.timeout_at(self.job.deadline + LAST_EVENTS_S):
+                    await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # the server ends, and does not wait for clients that do not read
+            last = (server_sent_event(ApiError(503, SERVER_STOPPED).body) + DONE).encode()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_EVENTS_S):
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self.job.cancel()
 

@@ -12,6 +12,7 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 """Headers by status. A client that finds the queue full is to come back soon: each answer that ends frees a row."""
 CLOSES = (401, 408, 413)
 """Statuses after which the connection ends, because the body is unread."""
+SERVER_STOPPED = "the server stopped before the answer was complete"
 
 
 class ApiError(HTTPException):

@@ -23,7 +23,7 @@ from longspec.inference.engine.requests import (
 )
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
-from longspec.inference.server.errors import ApiError
+from longspec.inference.server.errors import SERVER_STOPPED, ApiError
 from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 
@@ -144,7 +144,7 @@ class Job:
             choice.newest = now
             delta = Delta(index, choice.text.add(event), event.tree)
         if choice.text.stopped and not choice.ended:
-            self.engine.cancel(choice.ticket)
+            self.engine.cancel(choice.ticket, "stop")
             choice.ended, delta.finish_reason = True, "stop"
         if self._drops_answers:
             delta.pieces, delta.finish_reason = [], delta.finish_reason and "length"
@@ -157,7 +157,7 @@ class Job:
         if event.reason == "error":
             raise ApiError(500, event.message or "the request failed")
         if event.reason == "cancelled":
-            raise ApiError(503, event.message or "the server stopped before the answer was complete")
+            raise ApiError(503, event.message or SERVER_STOPPED)
         choice = self.choices[index]
         pieces = choice.text.end()  # may find a stop string in text that was held back
         choice.ended = True

@@ -1,6 +1,7 @@
 """The bodies of answers in OpenAI's format, whole and in chunks."""
 
 import json
+import re
 import time
 import uuid
 from collections import Counter
@@ -8,11 +9,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from longspec.inference.detokenizer import REPLACEMENT
 from longspec.inference.server.answer_text import Piece
 from longspec.inference.server.job import Delta, Job
 
 Body = dict[str, Any]
+BYTES = {mark: byte for byte, mark in bytes_to_unicode().items()}
+"""Bytes by the characters that stand for them in the vocabularies of byte-level BPE."""
 DONE = "data: [DONE]\n\n"
 LINE_ENDS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
 """Characters at which some clients split lines, and that JSON does not escape, with their escapes."""
@@ -138,8 +143,14 @@ class ChatReplies(Replies):
 
     def _entry(self, token: int | None, logprob: float | None) -> Body:
         text = self._token(token)
-        # A token that is a part of a character decodes to U+FFFD; its own bytes are not known.
-        return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+        content = text.encode()
+        if REPLACEMENT in text:  # in place of a part of a character
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):  # a byte in SentencePiece's vocabularies
+                content = bytes.fromhex(match[1])
+            elif BYTES.keys() >= set(name):
+                content = bytes(BYTES[mark] for mark in name)
+        return {"token": text, "logprob": logprob, "bytes": list(content)}
 
 
 def _text(pieces: Sequence[Piece]) -> str:

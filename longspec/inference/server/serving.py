@@ -1,13 +1,18 @@
 """Running the application with uvicorn: the socket, the addresses that are safe, and the end."""
 
+import asyncio
 import ipaddress
+import logging
 import socket
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from longspec.errors import UserError
+from longspec.inference.server.errors import SERVER_STOPPED, ApiError
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
@@ -51,10 +56,24 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit and self.server_state.tasks:
+            logger.warning("%d open requests are cancelled by a second SIGINT", len(self.server_state.tasks))
+
+
 def http_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end. SIGTERM and SIGINT close
     the sockets, let running and queued requests finish for up to `drain_seconds`, and are raised again afterwards, so
-    that the command ends as after any signal. A second SIGINT cancels the requests."""
+    that the command ends as after any signal. Requests that are open then, or at a second SIGINT, get an error."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:  # streams end themselves
+            await ApiError(503, SERVER_STOPPED).response(scope, receive, send)
+
     chosen: dict[str, Any] = {"lifespan": "off", "ws": "none", "http": "h11", "log_level": "warning"}
     chosen |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
-    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=drain_seconds, **chosen))
+    return _Server(uvicorn.Config(answer, timeout_graceful_shutdown=drain_seconds, **chosen))
