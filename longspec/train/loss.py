@@ -71,15 +71,9 @@ class DraftLoss:
         """Whether the target's hidden states are needed. Otherwise they may be None."""
         return self.teacher_share > 0 or self.log_target_loss
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
+    def __call__(self, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The arguments of `in_chunks` after the first."""
+        return self.in_chunks(ChunkedLoss.apply, *inputs)
 
     def in_chunks(
         self,

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -30,39 +31,29 @@ SLOW_STEP_S = 20
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class OptimizerSteps:
     """The optimizer steps of a run on this rank. All ranks take each step together."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Any,
-        inputs: Inputs,
-        objective: DraftLoss,
-        sampler: ResumableSampler,
-        total_steps: int,
-    ) -> None:
-        """sampler: the rows of this rank's micro-batches. total_steps: the end of the learning rate's schedule."""
-        self.config = config
-        self.engine = engine
-        self.inputs = inputs
-        self.objective = objective
-        self.sampler = sampler
-        self.accumulation = config.gradient_accumulation_steps
-        self.first_step = sampler.start // self.accumulation + 1
-        self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
-        self.arrays: Arrays = iter(())
-        self.micro_batches: list[Batch] = []
-        """Data of the next step on this rank; empty after the last one."""
-        self.first_inputs: EngineInputs | None = None
-        """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
-        self.wait_s = 0.0
-        """Seconds spent waiting for the loader."""
+    config: TrainConfig
+    engine: Any
+    inputs: Inputs
+    objective: DraftLoss
+    sampler: ResumableSampler
+    """The rows of this rank's micro-batches."""
+    total_steps: int
+    """The end of the learning rate's schedule."""
+    arrays: Arrays = iter(())
+    micro_batches: list[Batch] = field(default_factory=list)
+    """Data of the next step on this rank; empty after the last one."""
+    first_inputs: EngineInputs | None = None
+    """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
+    wait_s: float = 0.0
+    """Seconds spent waiting for the loader."""
 
-    def start(self, step: int, arrays: Arrays) -> None:
-        """Load the data of `step`. The steps take theirs from `arrays` until it ends."""
-        self.arrays = arrays
-        self.load(step)
+    def __post_init__(self) -> None:
+        self.accumulation = self.config.gradient_accumulation_steps
+        self.learning_rate_factor = cosine_with_warmup(self.total_steps, self.config.warmup_ratio)
 
     def load(self, step: int) -> None:
         """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
@@ -134,7 +125,7 @@ class OptimizerSteps:
             self.engine.backward(loss * loss_scale)
             terms.append(micro_batch_terms)
             step_s = (time.perf_counter() - start) * self.accumulation
-            if step == self.first_step and index == 0 and step_s > SLOW_STEP_S:
+            if micro_step == self.sampler.start and step_s > SLOW_STEP_S:
                 logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
 
             # The device is still busy, so preparing the next micro-batch here costs no time. Its target pass does not
