@@ -201,4 +201,3 @@ def _after_opening(opening: list[Turn], prompt: str | list[Turn]) -> list[Turn]:
 
 
 DEFAULT_ALIGNERS = (add_id_aligner(), common_form_aligner())
-"""Aligners for records of known kinds."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 IGNORED = -100
-"""Label of tokens that are not in the loss."""
 
 
 class Segment(TypedDict):

@@ -53,7 +53,6 @@ KINDS = (
     Kind("prompt", "prompt", "completion"),
 )
 KIND_FIELDS = frozenset(name for kind in KINDS for name in (kind.prompt_field, kind.answer_field) if name)
-"""Fields that tell a record's kind."""
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
 """Values of `source` in published records that name a corpus and are not prompts."""
 

@@ -14,7 +14,6 @@ CHAT_FORMATS = ("published", "tokenizer", "plain")
 PLAIN_BREAK = "\n\n"
 """Separator of turns in the format plain. The one before an answer belongs to the answer."""
 PUBLISHED_ROLES = ("system", "user", "assistant")
-"""Roles in the formats published and plain."""
 SYSTEM_TURN: Turn = {"role": "system", "content": "You are a helpful assistant"}
 """First turn in the published format, unless the conversation has its own."""
 TURN_FORMATS = {"llama": ("<s>", "</s>"), "qwen2": ("<|im_start|>", "<|im_end|>")}

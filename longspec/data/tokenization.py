@@ -23,7 +23,6 @@ with extra("train"):
     from datasets.table import InMemoryTable
 
 Digests = Sequence[Sequence[str]]
-"""Path and digest of each file."""
 
 TOKEN_FEATURES = Features(
     {
@@ -34,7 +33,6 @@ TOKEN_FEATURES = Features(
         "length": Value("int32"),
     }
 )
-"""Columns of the table of tokenized samples."""
 NO_ANSWER = 0
 """`length` of a record that is left out because its answer or text is empty."""
 NO_ROOM = -1
@@ -49,7 +47,6 @@ class Tokenize:
     eos_token_id: int
     """Token that ends documents and answers. That of a chat template can differ from the tokenizer's (Llama-3)."""
     vocab_size: int
-    """Number of tokens that the target has embeddings for."""
     family: str
     """Model type of the target, which selects the published chat format."""
     chat_format: str

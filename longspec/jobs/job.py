@@ -32,7 +32,6 @@ class ResumableJob:
     """A rank's view of a run."""
 
     total: int
-    """Number of items."""
     item: str
     """The word for an item."""
     output: Path | None
@@ -40,7 +39,6 @@ class ResumableJob:
     stop: StopSignals
     replicas: Replicas
     is_hidden: bool = False
-    """Whether there is no progress bar."""
     overwrites: bool = False
     """Whether the command replaces earlier results."""
 

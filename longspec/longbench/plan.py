@@ -51,19 +51,15 @@ class EvaluationPlan:
     """A run that has been checked. Only the weights are still to be loaded."""
 
     options: argparse.Namespace
-    """The options of the command."""
     pair: Pair
     config: PreTrainedConfig
-    """The target's configuration."""
     max_positions: int
     """Context length of the target in tokens."""
     tokenizer: Any
     chat_format: str
-    """The chat format of the prompts, one of CHAT_FORMATS."""
     draft: str | None
     """Path or hub id of the draft; None if the method needs none and the options name none."""
     draft_state: dict[str, Tensor] | None
-    """Weights of the draft; None without one."""
     selection: Selection
     max_new_tokens: int
     device: torch.device

@@ -23,7 +23,6 @@ class TaskPrompt:
     """A prompt as the target reads it."""
 
     id: str
-    """Id of the record."""
     token_ids: list[int]
 
 

@@ -30,7 +30,6 @@ WAIT_S = 10
 
 # Port 0 stands for any free port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""The environment variables that a launcher sets, for a run without one."""
 
 
 def launched_ranks() -> tuple[int, int]:

@@ -24,7 +24,6 @@ Progress = Callable[[int], object]
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 TURN_TEMPERATURE = 1.0
-"""Temperature of user turns that the target writes."""
 
 
 @dataclass
@@ -33,7 +32,6 @@ class _Shard:
 
     number: int
     rows: range
-    """The numbers of its prompts."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of prompts dropped for each reason."""
     prompts: list[SourcePrompt] = field(default_factory=list)
@@ -41,7 +39,6 @@ class _Shard:
     requests: list[Request] = field(default_factory=list)
     """Those for user turns while the target writes them, then those for answers to `prompts`."""
     answers: list[list[int]] = field(default_factory=list)
-    """The new tokens of each request."""
 
 
 class Writer:

@@ -27,7 +27,6 @@ from longspec.untrusted import read_yaml
 
 SCHEMA = TypeAdapter(TrainConfig)
 NO_OPTION = re.compile(r"(?s)Could not find '([^']+)/([^'/]+)'\s+Available options in '\1':\s+(.*?)\s*Config search")
-"""Hydra's message on a file that a group lacks."""
 
 
 def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:

@@ -24,9 +24,7 @@ from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
-"""File with one JSON line per step."""
 WANDB_START_S = 30
-"""Seconds that W&B may take to start."""
 WANDB_S = 60
 """Seconds that W&B may take to finish its upload. Files that are not uploaded stay for `wandb sync`."""
 

@@ -56,7 +56,6 @@ class DraftLoss:
     log_target_loss: bool = False
     """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
-    """Largest number of logits in a chunk."""
     vocabulary: Tensor | None = None
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
 

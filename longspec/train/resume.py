@@ -49,7 +49,6 @@ class Start:
 
 
 FRESH = Start(Run())
-"""The start of a run without checkpoints."""
 
 
 def where_to_start(config: TrainConfig, target: str) -> Start:

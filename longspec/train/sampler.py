@@ -22,13 +22,11 @@ class ResumableSampler(Sampler[list[int]]):
     """
 
     rows: int
-    """Rows of the data set, > 0."""
     batch_size: int
     rank: int
     world_size: int
     seed: int
     start: int
-    """The first micro-step."""
     stop: int
     """The micro-step after the last one."""
     _epoch: int = field(default=-1, init=False)

@@ -43,7 +43,7 @@ class OptimizerSteps:
     """The rows of this rank's micro-batches."""
     total_steps: int
     """The end of the learning rate's schedule."""
-    arrays: Arrays = iter(())
+    arrays: Arrays = field(init=False)
     micro_batches: list[Batch] = field(default_factory=list)
     """Data of the next step on this rank; empty after the last one."""
     first_inputs: EngineInputs | None = None

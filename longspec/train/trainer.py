@@ -37,7 +37,6 @@ class Trainer:
     evaluation_due: bool = False
     """Whether the last step's evaluation was interrupted."""
     best_acceptance_length: float = -math.inf
-    """Held-out acceptance length of the draft in `checkpoint-best`."""
 
     def __post_init__(self) -> None:
         config, engine, inputs = self.config, self.engine, self.inputs
