@@ -37,10 +37,6 @@ class Prompt:
         fields = {} if self.id is None else {"id": self.id}
         return fields | {"prompt" if isinstance(self.content, str) else "messages": self.content}
 
-    def as_turn(self) -> list[Turn]:
-        """The conversation; text becomes a user turn."""
-        return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
-
 
 def read_prompts(sources: Sequence[str]) -> list[Prompt]:
     """The prompts of all sources in order. A source is a file, "-" for stdin, or a prompt itself.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.chat_template import template_text
-from longspec.data.aligners import ROLES, Turn, common_form_aligner
+from longspec.data.aligners import ROLES, Turn, as_turns, common_form_aligner
 from longspec.data.lines import Files, data_files, text_lines
 from longspec.data.record_fields import check_sampling, unread_fields
 from longspec.data.records import (
@@ -103,9 +103,8 @@ def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePromp
         if isinstance(prompt, str) and kind in CONTINUED_KINDS:
             prompts.append(SourcePrompt(part["id"], [], prompt))
             continue
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": composed(kind, prompt)}]
-        prompts.append(SourcePrompt(part["id"], prompt, ""))
+        turns = as_turns(composed(kind, prompt) if isinstance(prompt, str) else prompt)
+        prompts.append(SourcePrompt(part["id"], turns, ""))
     return prompts
 
 
@@ -139,7 +138,6 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     if template_text(tokenizer) is None:
         raise UserError("the tokenizer has no chat template, so the target cannot write user turns")
     text = apply_template(tokenizer, [{"role": "user", "content": PLACEHOLDER}])
-    # Works for any template that inserts the content unchanged.
     before, placeholder, after = text.partition(PLACEHOLDER)
     if not placeholder or not before or not after:
         raise UserError("the chat template does not mark user turns, so the target cannot write them")
@@ -158,8 +156,6 @@ def answered(prompt: SourcePrompt, answer: str, **provenance: Any) -> Record:
 def prompt_key(record: Record) -> bytes:
     """A digest of the prompt of an `answered` record, independent of case and spacing, to find duplicates."""
     turns = [turn["content"] for turn in record["messages"][:-1]] if "messages" in record else [record["prefix"]]
-
-    # Data sets repeat prompts with other spacing or case.
     words = [" ".join(text.casefold().split()) for text in turns]
     return hashlib.blake2b(json.dumps(words).encode(errors="surrogatepass"), digest_size=16).digest()
 

@@ -111,7 +111,6 @@ def split_pairs(record: Record) -> list[Record]:
     name_keys = [key for key in ("id", WHERE) if key in record]
     records = []
     for number, (article, abstract) in enumerate(pairs):
-        # Results and errors name a pair as id#0, id#1, …
         names = {key: f"{record[key]}#{number}" for key in name_keys}
         records.append({**record, "article": article, "abstract": abstract, **names})
     return records
@@ -121,7 +120,6 @@ def record_kind(record: Record) -> Kind:
     """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits."""
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
-    # `source` is a prompt in some data sets and the name of the corpus in others.
     if record.get("source") in ("", *SOURCE_TAGS):
         present.discard("source")
     for kind in KINDS:

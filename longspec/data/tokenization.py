@@ -81,7 +81,6 @@ class Tokenize:
                 pieces = self._pieces(ids, prompt_length, splits, record.get("cut", False))
             else:
                 pieces = [_piece([], 0, NO_ANSWER)]
-            # One record can become several samples, all with its id.
             for piece in pieces:
                 for name, value in {"id": record["id"], **piece}.items():
                     columns[name].append(value)
@@ -143,7 +142,6 @@ class Tokenize:
         for path, line, raw in chunk:
             with records.located(path, line):
                 record = self._prepared(records.parse_record(path, line, raw))
-                # A conversation has only its last answer in the loss, so pairs become samples of their own.
                 parts = records.split_pairs(record) if self.answer_only else [record]
                 for part in parts:
                     aligned: Any = self.aligners[-1](part)

@@ -93,8 +93,7 @@ class EvaluationPlan:
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """Everything that distinguishes this run from others, as JSON values. Input files count by their content."""
-        options = self.options
-
+        options, state = self.options, self.state_in_use
         # The token ids cover everything that makes the prompts: data, templates, chat format, tokenizer.
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
@@ -106,7 +105,9 @@ class EvaluationPlan:
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
             "target": target_digest(self.pair.target, self.config),
-            **self._draft_identity(),
+            # A draft that is given but not used does not change the results.
+            "draft": None if state is None else state_digest(state),
+            **({} if self.draft is None or state is None else draft_settings(self.draft).options.entries()),
             "data": file_digest(self.data_file),
             "prompts": content_hash(json.dumps(prompts).encode()).hexdigest(),
             "device": device_name(self.device),
@@ -118,12 +119,6 @@ class EvaluationPlan:
         """The weights of the draft; None for a method that reads none. One that is given may still be unused."""
         return self.draft_state if self.options.method in (*GLIDE_METHODS, AUTO) else None
 
-    def _draft_identity(self) -> dict[str, Any]:
-        # A draft that is given but not used does not change the results.
-        if self.draft is None or self.state_in_use is None:
-            return {"draft": None}
-        return {"draft": state_digest(self.state_in_use), **draft_settings(self.draft).options.entries()}
-
     @property
     def record(self) -> dict[str, Any]:
         """The content of `run.json`: the configuration, and the paths of the inputs."""
@@ -132,7 +127,6 @@ class EvaluationPlan:
     @property
     def output_dir(self) -> Path:
         """The folder of the results; by default one per configuration."""
-        # A folder that the user names is used as it is, and checked for results of other runs.
         if self.options.output_dir:
             return Path(self.options.output_dir)
         # A hub id has slashes, and a name of dots would leave the folder.
@@ -142,7 +136,7 @@ class EvaluationPlan:
 
 def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
-    # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
+    # In order of cost.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     _check_numbers(options)

@@ -14,10 +14,10 @@ from longspec.inference.load_pair import load_pair
 from longspec.pipeline.files import answers_file, claim, prompts_file
 from longspec.pipeline.processes import share_work
 from longspec.pipeline.settings import AnswerSettings, ChatSettings, Settings
-from longspec.pipeline.sources import SPLITS
 from longspec.pipeline.target import CHAT_FORMAT
 from longspec.ranks.replicas import Replicas
 from longspec.regenerate.run import regenerate
+from longspec.regenerate.settings import SPLITS
 from longspec.regenerate.settings import Settings as AnswerRun
 
 CHAT = "chat"

@@ -17,8 +17,9 @@ from tqdm import tqdm
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline.files import answers_file, claim, prompts_file, read_jsonl
 from longspec.pipeline.settings import OWN, SOURCE, Settings
-from longspec.pipeline.sources import SPLITS, Meeting, SourceFile, Texts, read_code, read_own, read_texts
+from longspec.pipeline.sources import Meeting, SourceFile, Texts, read_code, read_own, read_texts
 from longspec.pipeline.target import LONGEST_TOKEN, TargetText
+from longspec.regenerate.settings import SPLITS
 from longspec.replacing import write_atomically
 
 T = TypeVar("T")

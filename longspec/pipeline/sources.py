@@ -14,9 +14,9 @@ from longspec.data.records import RecordError, read_records, text_of
 from longspec.errors import UserError
 from longspec.pipeline.settings import CodeSettings, Settings
 from longspec.pipeline.target import CHAT_FORMAT, TargetText
+from longspec.regenerate.settings import SPLITS
 
 T = TypeVar("T")
-SPLITS = ("train", "validation", "test")
 VALIDATION_SHARE = 20
 """One in this number of training questions and meetings is used for validation."""
 HELD_OUT_SHARE = 10

@@ -84,12 +84,10 @@ def check_settings(settings: Settings) -> None:
         check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
     for name in FILTER_OPTIONS:
         check_option(name, getattr(settings, name))
-    for name in ("max_turn_tokens", "batch_size"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")
-    for name in ("count", "max_prompt_tokens", "shard_size", "seed"):
-        if getattr(settings, name) < 0:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must not be negative")
+    least = {"max_turn_tokens": 1, "batch_size": 1, "count": 0, "max_prompt_tokens": 0, "shard_size": 0, "seed": 0}
+    for name, number in least.items():
+        if getattr(settings, name) < number:
+            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least {number}")
 
 
 def shard_seed(settings: Settings, shard: int, use: str) -> int:

@@ -75,7 +75,10 @@ class Writer:
             self._write_turns(shards)
         else:
             for shard in shards:
-                self._read_prompts(shard, self.files)
+                rejected: list[str] = []
+                chat = self.family, self.tokenizer, self.settings.chat_format
+                shard.prompts = self.files.read(shard.rows.start, shard.rows.stop, *chat, rejected)
+                shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
             progress(len(shard.rows) - len(shard.requests))  # dropped without an answer
@@ -103,12 +106,6 @@ class Writer:
 
         listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
-
-    def _read_prompts(self, shard: _Shard, files: PromptFiles) -> None:
-        rejected: list[str] = []
-        given = self.family, self.tokenizer, self.settings.chat_format, rejected
-        shard.prompts = files.read(shard.rows.start, shard.rows.stop, *given)
-        shard.dropped["prompts: rejected by the chat template"] = len(rejected)
 
     def _write_turns(self, shards: Sequence[_Shard]) -> None:
         """Prompts whose user turns the target writes."""

@@ -204,9 +204,8 @@ def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` resolved to a target if it is a checkpoint folder or a saved pair.
 
     A checkpoint folder names both the target of its run and its draft. A saved pair, in a folder or on the hub,
-    also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
-
-    Raises UserError for a damaged folder or an unreadable configuration.
+    also brings its draft. A `draft_model_name_or_path` in `config` takes precedence. Raises UserError for a damaged
+    folder or an unreadable configuration.
     """
     draft = config.draft_model_name_or_path
     if is_checkpoint(config):
@@ -217,7 +216,6 @@ def locate(config: TrainConfig) -> TrainConfig:
         return replace(
             config, model_name_or_path=target, draft_model_name_or_path=draft or str(folder / DRAFT_WEIGHTS_NAME)
         )
-    # Nothing needs to be looked up: the user named both.
     if draft is not None:
         return config
     resolved = resolve_target(config.model_name_or_path)

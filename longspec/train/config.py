@@ -155,10 +155,8 @@ def _keys(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def read_config_file(file: Path) -> TrainConfig:
-    """The configuration of a checkpoint, whose origin may not be trusted.
-
-    Nothing in it is resolved, imported or called. Raises UserError if it is not a valid configuration.
-    """
+    """The configuration of a checkpoint, which need not be trusted: nothing in it is resolved, imported or called.
+    Raises UserError if it is not a valid configuration."""
     content = read_yaml(file)
     try:
         config = typed(content)

@@ -102,7 +102,6 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
 def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
     """The draft of the previous stage, None for a fresh one. Raises UserError if it does not fit the target."""
-    # A draft fits only targets with the same heads, width and layers.
     config.model.draft_options.check_target(target, "config key model.kv_layers")
     if (size := config.model.draft_vocabulary) is not None and size >= target.vocab_size:
         raise UserError(

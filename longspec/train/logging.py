@@ -124,7 +124,6 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    # A new run must not append to the metrics of another.
     if not last_step:
         names = (path.with_name(f"{path.stem}-earlier-{number}{path.suffix}") for number in count(1))
         path.rename(next(name for name in names if not name.exists()))

@@ -189,9 +189,8 @@ def stop_at_broken_loss(
 ) -> None:
     """Stop all ranks with an error that lists the samples of the micro-batches with a NaN or infinite loss.
 
-    If all losses are finite and only the gradient is not, all samples of the step are listed.
-
-    losses, samples: the loss and the sample ids of each micro-batch of this rank.
+    If only the gradient is not finite, all samples of the step are listed. losses, samples: the loss and the sample ids
+    of each micro-batch of this rank.
     """
     own = [(ids, math.isfinite(micro_loss)) for ids, micro_loss in zip(samples, losses, strict=True)]
     reports = list(chain.from_iterable(from_every_rank(own)))

@@ -139,7 +139,6 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
     """
     saved, marker = read_config_file(folder / CONFIG_NAME), marker_of(folder)
     values = {key: (attrgetter(key)(saved), attrgetter(key)(config)) for key in RESUMED_KEYS}
-    # This number fixes which rows each step trains on.
     values["rows per step"] = _rows_per_step(saved, marker.world_size), _rows_per_step(config, world_size)
     problems = [f"{key} was {old}, is {new}" for key, (old, new) in values.items() if old != new]
     if problems := problems + changes(marker.run.contents, contents):
@@ -154,7 +153,6 @@ def changes(saved: Contents, current: Contents) -> list[str]:
     }
     differences = []
     for key, (old, new) in lists.items():
-        # Equal digests in order are the same data, which may have moved.
         pairs = (pair for pair in zip_longest(old, new, fillvalue=("no file", "")) if pair[0][1] != pair[1][1])
         for before, now in islice(pairs, 1):
             differences.append(f"{key}: the contents changed, was {' '.join(before)}, is {' '.join(now)}")

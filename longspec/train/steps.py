@@ -55,10 +55,14 @@ class OptimizerSteps:
         self.accumulation = self.config.gradient_accumulation_steps
         self.learning_rate_factor = cosine_with_warmup(self.total_steps, self.config.warmup_ratio)
 
+    def start(self, step: int, arrays: Arrays) -> None:
+        """Load the data of `step`. The steps take theirs from `arrays` until it ends."""
+        self.arrays = arrays
+        self.load(step)
+
     def load(self, step: int) -> None:
         """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
         start = time.perf_counter()
-        # Waits if the loader's workers are slower than training.
         arrays = list(islice(self.arrays, self.accumulation))
         self.wait_s = time.perf_counter() - start
         # Shares memory with the arrays; nothing is copied.
@@ -153,7 +157,6 @@ class OptimizerSteps:
 
         Torch's generators are seeded by `micro_step`, so random operations do not depend on the steps before.
         """
-        # Dropout and the like would otherwise depend on how often the run was resumed.
         torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.sampler.rank).initial_seed())
         result = self.engine(**inputs)
         return weighted_sum(result, self.engine.module.draft_model) if isinstance(result, list) else result

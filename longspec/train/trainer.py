@@ -65,7 +65,7 @@ class Trainer:
         """
         self.engine.train()
         # Iterating starts the loading processes. They load while rank 0 opens the log.
-        self.steps.arrays = iter(self.loader)
+        arrays = iter(self.loader)
         step = self.start.step
         if step and self.config.evaluation.keep_best:
             self.best_acceptance_length = from_rank_zero(lambda: read_best(self.config, self.start.run))
@@ -77,7 +77,7 @@ class Trainer:
 
         if self.evaluation_due and (evaluated := self.evaluate(step, termination)):
             log.step({"step": step, **evaluated})
-        self.steps.load(step + 1)
+        self.steps.start(step + 1, arrays)
         while self.steps.micro_batches and (metrics := self.steps.take(step + 1, termination)) is not None:
             step += 1
             if self.held_out_rows and evaluates_after(step, self.config, self.total_steps):
