@@ -96,11 +96,7 @@ def is_list_of_pairs(record: Record) -> bool:
 
 
 def split_pairs(record: Record) -> list[Record]:
-    """One record per (article, abstract) pair; the record itself if it is not a list of pairs.
-
-    The pair's number is appended to WHERE and to the id, if there is one. Raises RecordError unless both are lists of
-    one length.
-    """
+    """A record per (article, abstract) pair, with its number in WHERE and id. Raises RecordError for unequal lists."""
     if not is_list_of_pairs(record):
         return [record]
     articles, abstracts = record["article"], record["abstract"]

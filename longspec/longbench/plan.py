@@ -197,10 +197,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _load_draft(options: argparse.Namespace, draft: str, pair: Pair, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The weights of a draft, on the CPU: it is small, and a wrong one should fail before the target loads.
-
-    Raises UserError if it does not fit, is untrained but the method needs it, or if its window is too small.
-    """
+    """The draft's weights on the CPU. Raises UserError if it does not fit, is untrained, or has a small window."""
     state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
     settings = draft_settings(draft)
     if options.method in GLIDE_METHODS and not settings.is_trained:

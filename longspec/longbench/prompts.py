@@ -65,11 +65,7 @@ def read_questions(
     chat_format: str = "plain",
     prompt: str | None = None,
 ) -> list[tuple[str, str]]:
-    """The id and the prompt of each record of FOLDER/NAME.jsonl, in the chat format of a target of `family`.
-
-    prompt: replaces the task's own prompt and has no word that opens the answer. Raises UserError with file, line and
-    field.
-    """
+    """Id and prompt of each record of FOLDER/NAME.jsonl. prompt: replaces the task's. Raises UserError."""
     task = TASKS[name]
     path = Path(folder) / f"{name}.jsonl"
     if not path.is_file():

@@ -104,11 +104,7 @@ def _hydra_value(value: Any) -> str:
 
 
 def launch(command: list[str], folder: Path, steps: int) -> float:
-    """Run a launch command and return its duration in seconds.
-
-    Its output is appended to FOLDER/log.txt, and a progress bar counts its steps. Raises UserError with the end of the
-    log if it fails.
-    """
+    """Run a launch command, with FOLDER/log.txt. Returns its seconds. Raises UserError with the log's last lines."""
     environment = {"OMP_NUM_THREADS": "4"} | os.environ
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")

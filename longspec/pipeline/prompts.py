@@ -46,10 +46,7 @@ TRIES = 200
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
-    """Write the prompts of all missing groups, and the source files that stages read as they are.
-
-    Raises UserError if existing ones were made with other settings.
-    """
+    """Write all missing groups of prompts and source files. Raises UserError if existing ones had other settings."""
     limits = asdict(settings.code)
     source, count = answers_file(root, SOURCE, "train"), limits.pop("train_files")
     if count:

@@ -126,10 +126,7 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 
 
 def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
-    """Run the steps in order. Before each one, print its number and the time left.
-
-    The time left follows from the estimate, corrected by the speed of the steps that this run has done.
-    """
+    """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
     spent = expected = 0.0
     names = list(steps)
     for number, (name, step) in enumerate(steps.items()):

@@ -117,10 +117,7 @@ class PeerWatch:
             self._wake()
 
     def lost_rank(self) -> int | None:
-        """The rank that is gone or silent; None if there is none after QUIET_S seconds.
-
-        The main thread calls it after a collective failed, which may be earlier than the thread hears of the loss.
-        """
+        """The rank that is gone or silent, if any after QUIET_S seconds. Collectives may fail before it is known."""
         self._has_lost.wait(QUIET_S)
         return self._lost_rank
 

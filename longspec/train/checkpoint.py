@@ -94,10 +94,7 @@ def save_best(model: Any, tokenizer: Any, config: TrainConfig, metrics: dict[str
 
 
 def read_best(config: TrainConfig, run: Run) -> float:
-    """The held-out acceptance length of the draft in `checkpoint-best`; -inf if there is none.
-
-    Also -inf, with a warning, if the draft is damaged, is of another run or was evaluated on other rows.
-    """
+    """The acceptance length of `checkpoint-best`; -inf without one; warns if it is not of this run and rows."""
     folder = Path(config.output_dir) / BEST[1]
     if not folder.exists():
         return -math.inf
@@ -160,10 +157,7 @@ def gather_draft(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_draft(folder: str | Path) -> dict[str, Tensor]:
-    """The draft's weights in a saved DeepSpeed state (`last_ds`), equal to those of `gather_draft` at that step.
-
-    Works without the target and on one process. Raises UserError unless the state is complete and undamaged.
-    """
+    """The draft's weights in a saved DeepSpeed state, without the target. Raises UserError unless it is complete."""
     folder = Path(folder)
     if not (folder / "latest").is_file():
         raise UserError(f"{folder}: not a DeepSpeed checkpoint of a training run; give its {STATES[1]} folder")

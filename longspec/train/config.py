@@ -80,10 +80,7 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
 
 
 def typed_with_auto(composed: DictConfig, ranks: int | None = None) -> TrainConfig:
-    """`composed` as a TrainConfig, with values of the keys that are `auto`. Raises UserError as `typed`.
-
-    ranks: their number; None for that of this process's launch.
-    """
+    """`composed` as a TrainConfig, with values for `auto`. ranks: as of `load_config`. Raises UserError."""
     keys = [key for key in AUTO_KEYS if OmegaConf.select(composed, key) == AUTO]
     for key in keys:
         OmegaConf.update(composed, key, AUTO_KEYS[key], merge=False)
@@ -107,10 +104,7 @@ def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
 
 
 def _validated(values: Any) -> TrainConfig | ValidationError:
-    """The values as a TrainConfig, or what is wrong with them. Raises UserError for an unknown key.
-
-    That comes first, because a misspelled key leaves another one unset.
-    """
+    """The values as a TrainConfig, or what is wrong with them. Raises UserError first of all for an unknown key."""
     try:
         return SCHEMA.validate_python(values)
     except ValidationError as error:

@@ -147,10 +147,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
 
 
 def _use_kernels(module: Any, whole_target: bool) -> None:
-    """Run the target with Triton kernels where they run, and as CUDA graphs where possible.
-
-    whole_target: whether this rank holds all weights of the target.
-    """
+    """Run the target with Triton kernels where they run, and as CUDA graphs if this rank holds the `whole_target`."""
     weight = next(module.model.parameters())
     if backend_of(weight.device, weight.dtype).name != "triton":
         return
@@ -178,10 +175,7 @@ def _restore_rotary(target: Any) -> None:
 
 
 def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-    """Remove the target from a state dict, in place.
-
-    DeepSpeed's `exclude_frozen_parameters` misses the second name of tied embeddings.
-    """
+    """Remove the target from a state dict, in place; DeepSpeed's option misses the second name of tied embeddings."""
     for name in [name for name in state if not name.startswith(DRAFT_PREFIX)]:
         del state[name]
 
@@ -196,9 +190,6 @@ def muon_scale(hidden_size: int) -> float:
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the learning rate of the next step.
-
-    It is set before each step, so that checkpoints need no schedule and a resumed run may have another length.
-    """
+    """Set the rate of the next step. Checkpoints then need no schedule, and a resumed run may have another length."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate * group["rate_scale"]

@@ -25,10 +25,7 @@ from longspec.train.positions import micro_step_generator
 
 
 def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
-    """The number of rows that an evaluation reads, 0 without held-out data.
-
-    Raises UserError if the rows are too short for a single chain.
-    """
+    """The rows of an evaluation, 0 without held-out data. Raises UserError if they are too short for a single chain."""
     if inputs.held_out is None:
         return 0
     count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
@@ -49,10 +46,7 @@ def evaluates_after(step: int, config: TrainConfig, total_steps: int) -> bool:
 
 
 def chain_roots(labels: Tensor, depth: int) -> Tensor:
-    """Where a chain can start, bool [B, T - depth].
-
-    The token and the `depth` tokens after it must be in the loss and in the same segment.
-    """
+    """Where a chain can start, bool [B, T - depth]: `depth` more tokens follow in the loss and in the same segment."""
     if labels.shape[1] <= depth:
         return labels.new_zeros(len(labels), 0, dtype=torch.bool)
     # The first token of a segment is never in the loss, so no run of labels crosses a border.

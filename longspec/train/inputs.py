@@ -127,10 +127,7 @@ def _make_aligner(number: int, entry: Any) -> Aligner:
 
 
 def _special_tokens(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> tuple[int, int]:
-    """The token that ends documents and answers, and that of padding, which is never in the loss.
-
-    Each is that of the configuration, the published one, or the target's own. Raises UserError.
-    """
+    """The tokens of EOS and padding: configured, published, or the target's own. Raises UserError."""
     name, own_pad = config.model_name_or_path, config.model.pad_token_id
     eos, pad = PUBLISHED_TARGETS.get(name, OWN_IDS)
     if config.eos_token_id is not None:

@@ -87,10 +87,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
 
 
 def contents_of(config: TrainConfig, target: str) -> Contents:
-    """The digests of a run's data and of `target`, a folder or hub id. Reads all of the data.
-
-    Raises UserError for missing files.
-    """
+    """The digests of a run's data, all of which is read, and of `target`. Raises UserError for missing files."""
     sets = (config.data.files, config.evaluation.files)
     data, held_out = (content_digests(files) if files else [] for files in sets)
     return Contents(data, held_out, target_digests(target, read_config(target)))

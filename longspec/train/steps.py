@@ -111,10 +111,7 @@ class OptimizerSteps:
     def run_micro_batches(
         self, step: int, loss_scale: float, termination: Termination
     ) -> list[dict[str, Tensor]] | None:
-        """Forward and backward of each micro-batch; the engine updates the draft after the last one.
-
-        Returns the terms of each micro-batch's loss; None after a request to stop.
-        """
+        """Forward and backward of each micro-batch, and the update. Returns the terms; None after a request to stop."""
         terms: list[dict[str, Tensor]] = []
         micro_batches, inputs = self.micro_batches, self.first_inputs
         start = time.perf_counter()
@@ -153,19 +150,13 @@ class OptimizerSteps:
         return training_inputs(batch, self.config, limit, draft, objective, device, micro_step, rank)
 
     def forward(self, micro_step: int, inputs: EngineInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss of a micro-batch and its terms.
-
-        Torch's generators are seeded by `micro_step`, so random operations do not depend on the steps before.
-        """
+        """The summed loss of a micro-batch and its terms. Seeds torch's generators, also in a resumed run."""
         torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.sampler.rank).initial_seed())
         result = self.engine(**inputs)
         return weighted_sum(result, self.engine.module.draft_model) if isinstance(result, list) else result
 
     def start_target_pass(self, inputs: EngineInputs) -> None:
-        """Start the target's pass over the next micro-batch, if the target runs as a CUDA graph.
-
-        The graph of a small target runs in parallel to the optimizer, which uses only part of the device.
-        """
+        """Start the next target pass, if it is a CUDA graph. A small target's runs in parallel to the optimizer."""
         target_pass = self.engine.module.target_pass
         if target_pass is None:
             return

@@ -108,10 +108,7 @@ class Trainer:
         return Marker(step, self.world_size, self.start.run)
 
     def evaluate(self, step: int, termination: Termination) -> dict[str, float]:
-        """Evaluate the draft after `step`, and save it if it is the best one and `keep_best` is set.
-
-        Returns {} after a request to stop. The evaluation is then due on resume.
-        """
+        """Evaluate the draft, and save it if it is the best. {} after a request to stop: it is then due on resume."""
         metrics = self.evaluation.run(termination)
         self.evaluation_due = not metrics
         acceptance_length = metrics.get("eval_acceptance_length", -math.inf)
