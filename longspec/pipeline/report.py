@@ -116,10 +116,7 @@ def write_tables(
 
 
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
-    """A figure of tree and auto: one row per temperature, task and method, one column per context.
-
-    The rows "all" pool the tasks that have every context, also those of lookup. figure: see `Samples`.
-    """
+    """A figure of `Samples` by temperature, task and context. The rows all pool the tasks with every context."""
     rows = []
     for temperature, task in product((0.0, 1.0), [*samples.tasks, None]):
         columns: dict[str, Any] = {"task": task or samples.long_tasks}

@@ -1,7 +1,4 @@
-"""A run of `longspec draft`: its settings, its plan, its steps, and what it says at the end.
-
-Each step continues what an earlier run has left, or finds it done.
-"""
+"""A run of `longspec draft`. Each step continues what an earlier run has left, or finds it done."""
 
 import argparse
 import json

@@ -143,10 +143,7 @@ class Writer:
     def _request(
         self, shard: _Shard, use: str, asked: Sequence[tuple[list[int], float]], limit: int, stop_ids: Sequence[int]
     ) -> None:
-        """Set the requests of a shard, each with a seed of its own.
-
-        use: that of `shard_seed`. asked: prompts and temperatures. limit: longest answer, in tokens.
-        """
+        """Set a shard's requests. asked: prompts and temperatures. limit: longest answer, in tokens."""
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, stop_ids)
         seed = shard_seed(self.settings, shard.number, use)
         shard.requests = []

@@ -126,10 +126,7 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
 
 @contextmanager
 def _write_errors(output: Path, step: int) -> Iterator[None]:
-    """Convert errors of a full, read-only or lost disk to a UserError.
-
-    torch hides the errno, and tokenizers raise a plain Exception, so both are recognized by their messages.
-    """
+    """Turn errors of a lost or full disk into a UserError. torch and tokenizers hide the errno in their messages."""
     try:
         yield
     except Exception as error:

@@ -198,8 +198,8 @@ def readable(override: str) -> str:
         return override
     if value.startswith("[") and value.endswith("]"):
         elements = (element for element in ELEMENT.findall(value[1:-1]) if element)
-        return f"{key}=[{','.join(one if _is_read(f'{key}={one}') else _quoted(one) for one in elements)}]"
-    return f"{key}={_quoted(value)}"
+        return f"{key}=[{','.join(one if _is_read(f'{key}={one}') else quoted(one) for one in elements)}]"
+    return f"{key}={quoted(value)}"
 
 
 def _is_read(override: str) -> bool:
@@ -210,5 +210,6 @@ def _is_read(override: str) -> bool:
         return False
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as Hydra reads it in an override."""
     return QuotedString(text, Quote.single).with_quotes()

@@ -98,10 +98,7 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
 
 @contextmanager
 def built_in_shards(config: TrainConfig) -> Iterator[None]:
-    """Build targets in shards in this context, under ZeRO-3: rank 0 reads the weights, and no rank holds all of them.
-
-    With tensor parallelism each rank reads its own part instead, which the engine shards afterwards.
-    """
+    """Under ZeRO-3, build targets in shards: no rank holds all weights. Tensor parallelism splits them before."""
     sharded = config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
     # Transformers keeps a weak reference to this object and builds in shards as long as it exists.
     setting = HfDeepSpeedConfig(engine_config(config)) if sharded else None
@@ -112,10 +109,7 @@ def built_in_shards(config: TrainConfig) -> Iterator[None]:
 
 
 def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
-    """The engine of a pair. Its optimizer holds the draft's parameters only, and `set_learning_rate` sets its rate.
-
-    If ranks share a target, only the engine of the first one writes checkpoints.
-    """
+    """The engine of a pair, which trains the draft only. Of ranks that share a target, the first writes checkpoints."""
     deepspeed_logger.setLevel(logging.WARNING)
     tp_rank, tp_size = model_parallel_rank_and_size()
     if tp_size > 1:

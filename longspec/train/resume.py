@@ -136,7 +136,7 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
     """
     saved, marker = read_config_file(folder / CONFIG_NAME), marker_of(folder)
     values = {key: (attrgetter(key)(saved), attrgetter(key)(config)) for key in RESUMED_KEYS}
-    values["rows per step"] = _rows_per_step(saved, marker.world_size), _rows_per_step(config, world_size)
+    values["rows per step"] = rows_per_step(saved, marker.world_size), rows_per_step(config, world_size)
     problems = [f"{key} was {old}, is {new}" for key, (old, new) in values.items() if old != new]
     if problems := problems + changes(marker.run.contents, contents):
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
@@ -175,10 +175,7 @@ def steps_over(config: TrainConfig, rows: int, batch: int) -> int:
     return recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
 
 
-def rows_per_step(config: TrainConfig) -> int:
-    """Rows per optimizer step, over all ranks."""
-    return _rows_per_step(config, data_parallel_rank_and_size()[1])
-
-
-def _rows_per_step(config: TrainConfig, world_size: int) -> int:
+def rows_per_step(config: TrainConfig, world_size: int | None = None) -> int:
+    """Rows per optimizer step, over all ranks. world_size: None for the ranks of this launch."""
+    world_size = world_size or data_parallel_rank_and_size()[1]
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size

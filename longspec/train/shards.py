@@ -85,10 +85,7 @@ class Shards:
         return next(int(state["step"]) for state in self._states(self.ranks[0]) if "step" in state)
 
     def parameters(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Name and fp32 tensor of each parameter that has state of `kind`: MASTERS or the name of a moment.
-
-        Names are without the prefix `draft_model.`. Tensors have the parameter's shape and are on the CPU.
-        """
+        """Unprefixed name and fp32 tensor, on the CPU, of each parameter with state of `kind`: MASTERS or a moment."""
         pieces = self._zero3_pieces(kind) if self.is_zero3 else self._concatenated_pieces(kind)
         for name, shape in self.shapes.items():
             if name in pieces:
