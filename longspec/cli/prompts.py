@@ -113,4 +113,4 @@ def _with_answer(record: Record) -> Record:
     last = turns[-1] if isinstance(turns, list) and turns else {"role": "assistant"}
     if isinstance(last, dict) and last.get("role") == "assistant":
         raise RecordError("messages", "must be a list of turns that ends with a user turn")
-    return {**others, "messages": [*turns, {"role": "assistant", "content": ""}]}
+    return {**others, "messages": [*record["messages"], {"role": "assistant", "content": ""}]}

@@ -135,7 +135,7 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:
     mode: Any = os.environ.get("WANDB_MODE") or config.wandb.mode
     settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_S)
-    names = {"project": config.wandb.project, "name": folder.name, "dir": folder}
+    names: dict[str, Any] = {"project": config.wandb.project, "name": folder.name, "dir": folder}
     start = partial(wandb.init, **names, config=asdict(config), settings=settings)
     try:
         # Asks no question, and does not wait for the server.
