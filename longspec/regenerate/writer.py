@@ -19,8 +19,6 @@ from longspec.inference.request import row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int], object]
-"""Called with the number of prompts that are finished now."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 TURN_TEMPERATURE = 1.0
@@ -68,8 +66,8 @@ class Writer:
             check_embedded(self.turn_opening, self.vocab_size, tokenizer, "the chat template's opening of a user turn")
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
-    def write_shards(self, rows: Mapping[int, range], done: Done, progress: Progress) -> None:
-        """Write some shards. rows: the numbers of the prompts of each one."""
+    def write_shards(self, rows: Mapping[int, range], done: Done, progress: Callable[[int], object]) -> None:
+        """Write some shards. rows: the numbers of their prompts. progress: called with the number of finished ones."""
         shards = [_Shard(number, own) for number, own in rows.items()]
         if self.files is None:
             self._write_turns(shards)
