@@ -99,7 +99,6 @@ class DraftLoss:
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The tokens that count, N in all: draft and target hidden states [N, hidden] and the next tokens [N]."""
-        # Hidden state i predicts the token at i + 1, so labels move one to the left.
         next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
         indices = (next_tokens != IGNORED).nonzero().squeeze(1)
         # Selected on the host: on the device, the number of tokens would have to be copied back.

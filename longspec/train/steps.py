@@ -105,7 +105,6 @@ class OptimizerSteps:
         # A fraction, because epochs end within a step.
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
-        # Waiting shows that the loader is slower than training.
         return {**metrics, "seconds": time.perf_counter() - start, "data_seconds": self.wait_s}
 
     def run_micro_batches(
