@@ -177,5 +177,5 @@ def steps_over(config: TrainConfig, rows: int, batch: int) -> int:
 
 def rows_per_step(config: TrainConfig, world_size: int | None = None) -> int:
     """Rows per optimizer step, over all ranks. world_size: None for the ranks of this launch."""
-    world_size = world_size or data_parallel_rank_and_size()[1]
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+    ranks = data_parallel_rank_and_size()[1] if world_size is None else world_size
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks
