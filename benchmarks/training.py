@@ -211,7 +211,7 @@ def measure(
             steps.start(step + 2, islice(arrays, steps.accumulation))
             say(profile(trainer, step + 2, termination))
     micro_batch = median(seconds[WARM_UP:]) / steps.accumulation
-    flops = sum(flops_of(shape, batch, trainer.objective.reads_target) for batch in micro_batches) / len(micro_batches)
+    flops = sum(flops_of(shape, batch, steps.objective.reads_target) for batch in micro_batches) / len(micro_batches)
     rate = flops / micro_batch
     return {
         **case._asdict(),

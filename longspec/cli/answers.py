@@ -12,6 +12,7 @@ from typing import Any
 from longspec.cli.output import StdoutLines, write_summary
 from longspec.cli.pair import LoadedPair, SamplingOptions
 from longspec.cli.prompts import Prompt
+from longspec.data.aligners import as_turns
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError
 from longspec.inference.answering import Listener
@@ -62,7 +63,7 @@ class PromptRun:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         try:
-            (ids,) = self.pair.encode([prompt.as_turn() if self.chat else prompt.content])
+            (ids,) = self.pair.encode([as_turns(prompt.content) if self.chat else prompt.content])
         except UserError as error:  # the chat template fails
             raise UserError(f"{prompt.location}: {error}") from error
         check_embedded(ids, self.pair.model.config.vocab_size, self.pair.tokenizer, prompt.location)

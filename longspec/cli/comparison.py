@@ -15,9 +15,7 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.stats import pool
 
 METHODS = ("vanilla", "lookup", "tree", AUTO)
-"""The methods that are compared."""
 WARM_UP_TOKENS = 16
-"""New tokens of the warm-up."""
 SEED = 0
 
 

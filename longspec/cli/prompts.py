@@ -15,7 +15,6 @@ from longspec.data.records import KIND_FIELDS, WHERE, Record, RecordError, read_
 from longspec.errors import UserError, os_errors
 
 TEXT = (".txt",)
-"""Suffixes of text files, in any case."""
 STDIN = "-"
 
 
@@ -37,10 +36,6 @@ class Prompt:
         """The fields that identify the prompt in a line of results."""
         fields = {} if self.id is None else {"id": self.id}
         return fields | {"prompt" if isinstance(self.content, str) else "messages": self.content}
-
-    def as_turn(self) -> list[Turn]:
-        """The conversation; text becomes a user turn."""
-        return [{"role": "user", "content": self.content}] if isinstance(self.content, str) else self.content
 
 
 def read_prompts(sources: Sequence[str]) -> list[Prompt]:
@@ -104,20 +99,18 @@ def _prompt(record: Record) -> Prompt:
 
 def _with_answer(record: Record) -> Record:
     """A record with `prompt` or `messages`, with an empty answer that gives it a kind. Raises RecordError."""
-    fields = [name for name in ("prompt", "messages") if record.get(name) is not None]
-    if len(fields) != 1:
-        problem = "is missing, and so is 'messages'" if not fields else "must not be given along with 'messages'"
+    text, turns = record.get("prompt"), record.get("messages")
+    if (text is None) == (turns is None):
+        problem = "is missing, and so is 'messages'" if text is None else "must not be given along with 'messages'"
         raise RecordError("prompt", problem)
     check_sampling(record)
     # The aligner reads training records, which end with an answer. Answers of other kinds are not read.
     others = {name: value for name, value in record.items() if name not in KIND_FIELDS or name == "suffix"}
-    if fields == ["prompt"]:
-        text = text_of(record["prompt"], "prompt")
-        if not text:
+    if text is not None:
+        if not text_of(text, "prompt"):
             raise RecordError("prompt", "is empty")
         return {**others, "prompt": text, "completion": ""}
-    turns = record["messages"]
-    is_list = isinstance(turns, list) and len(turns) > 0
-    if not is_list or (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant"):
+    last = turns[-1] if isinstance(turns, list) and turns else {"role": "assistant"}
+    if isinstance(last, dict) and last.get("role") == "assistant":
         raise RecordError("messages", "must be a list of turns that ends with a user turn")
-    return {**others, "messages": [*turns, {"role": "assistant", "content": ""}]}
+    return {**others, "messages": [*record["messages"], {"role": "assistant", "content": ""}]}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from longspec.cli.pair import LoadedPair
     from longspec.data.aligners import Turn
     from longspec.inference.engine.scheduler import Scheduler
-    from longspec.inference.server.limits import Limits
 
 NETWORK, LIMITS = "Network", "Limits"
 ROWS, ROWS_ON_CPU = 16, 4
@@ -63,6 +62,7 @@ def serve(
 
     with extra("serve"):
         from longspec.inference.server.app import build_app
+        from longspec.inference.server.limits import Limits
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen, url_of
 
@@ -85,7 +85,8 @@ def serve(
         print(_memory(loaded, scheduler, rows), file=sys.stderr)
         try:
             scheduler.start(served.sampling({}, stop_ids))
-            limits = _limits(options)
+            # The choices of a request are queued together, so they must fit into an empty queue.
+            limits = Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
             app = build_app(served, scheduler, limits, options.api_key, allowed_hosts(options.host, options.api_key))
             note = f"{served.name} on {loaded.model.device}, method {loaded.method}; {served.described_defaults}"
             print(f"{note}\nlistening on {url_of(listening)}", file=sys.stderr, flush=True)
@@ -101,13 +102,6 @@ def _memory(loaded: "LoadedPair", scheduler: "Scheduler", rows: int) -> str:
     weights = sum(parameter.nbytes for parameter in loaded.model.parameters()) / 2**30
     reserved = f"{scheduler.cache_bytes / 2**30:.1f} GiB for {rows} rows of up to {scheduler.longest} tokens"
     return f"memory: {weights:.1f} GiB of weights, {reserved} (--max_rows)"
-
-
-def _limits(options: ServeOptions) -> "Limits":
-    from longspec.inference.server.limits import Limits
-
-    # The choices of a request are queued together, so they must fit into an empty queue.
-    return Limits(max_seconds=options.max_seconds, max_choices=min(Limits.max_choices, options.max_queue))
 
 
 def _encoder(loaded: "LoadedPair", chat_template_kwargs: str | None) -> Callable[..., list[list[int]]]:

@@ -42,7 +42,6 @@ class Session:
     """Answer n of a conversation uses seed + n; None draws from torch's global generator."""
 
     answered: list[GenerationOutput] = field(default_factory=list)
-    """The answers that were not stopped."""
 
     def __post_init__(self) -> None:
         self.reset()

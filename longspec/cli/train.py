@@ -94,10 +94,7 @@ def known_ranks(options: LaunchOptions) -> int | None:
 
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
-    """What a run reads and how long it takes, a line each, as far as it is known without counting tokens.
-
-    ranks: None if their number is not known.
-    """
+    """What a run reads and how long it takes, as far as is known without counting tokens. ranks: None if unknown."""
     from longspec.data.lines import data_files, text_lines
     from longspec.train.resume import steps_over
 
@@ -119,10 +116,7 @@ def plan(config: "TrainConfig", ranks: int | None) -> str:
 
 
 def gpu_options(count: int) -> list[str]:
-    """Options of DeepSpeed's launcher for `count` ranks, on the devices of CUDA_VISIBLE_DEVICES if it is set.
-
-    Raises UserError if it names fewer.
-    """
+    """DeepSpeed's options for `count` ranks, on CUDA_VISIBLE_DEVICES if set. Raises UserError if it names fewer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
     # The launcher takes numbers only, not the names of devices.
     if not on_gpus() or not all(device.isdigit() for device in visible):

@@ -94,7 +94,6 @@ def _common_form(record: Record) -> Record:
     check_record(record, kind)
     prompt: str | list[Turn] | None = None
     cut = is_cut(record)
-    # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
         prompt, answer, cut_turn = _last_answer(record[kind.answer_field], kind.name)
         cut |= cut_turn
@@ -114,19 +113,24 @@ def _common_form(record: Record) -> Record:
     return aligned | ({"cut": True} if cut else {})
 
 
+def _exchange(question: str, answer: str) -> list[Turn]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def as_turns(prompt: str | list[Turn]) -> list[Turn]:
+    """A prompt as turns; text becomes a user turn."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 def _pairs(record: Record) -> tuple[list[Turn], str]:
     """The turns up to the last article, and its abstract. Pairs with an empty abstract are skipped."""
-    pairs = []
-    for number, pair in enumerate(split_pairs(record)):
-        article = text_of(pair["article"], f"article[{number}]")
-        abstract = text_of(pair["abstract"], f"abstract[{number}]")
-        pairs.append((article, abstract))
+    pairs = [
+        [text_of(pair[name], f"{name}[{number}]") for name in ("article", "abstract")]
+        for number, pair in enumerate(split_pairs(record))
+    ]
     # A record without any abstract keeps one pair, and its empty answer is counted later.
-    kept = [(article, abstract) for article, abstract in pairs if abstract.strip()] or pairs[:1]
-    turns: list[Turn] = []
-    for article, abstract in kept:
-        turns.append({"role": "user", "content": article})
-        turns.append({"role": "assistant", "content": abstract})
+    kept = [pair for pair in pairs if pair[1].strip()] or pairs[:1]
+    turns = [turn for pair in kept for turn in _exchange(*pair)]
     return turns[:-1], turns[-1]["content"]
 
 
@@ -134,7 +138,6 @@ def _turn(turn: object, field: str) -> Turn:
     """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
         raise RecordError(field, f"must be an object with role and content, not {type(turn).__name__}")
-    # OpenAI writes role and content, ShareGPT from and value.
     is_sharegpt = "from" in turn and "role" not in turn
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     role = text_of(turn.get(role_key), f"{field}.{role_key}")
@@ -185,14 +188,13 @@ def _opening(record: Record) -> list[Turn]:
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RecordError(HISTORY, "must be a list of [question, answer] pairs")
     for number, pair in enumerate(history):
-        question, answer = (text_of(text, f"{HISTORY}[{number}]") for text in pair)
-        opening += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        opening += _exchange(*(text_of(text, f"{HISTORY}[{number}]") for text in pair))
     return opening
 
 
 def _after_opening(opening: list[Turn], prompt: str | list[Turn]) -> list[Turn]:
     """`prompt` as turns, after those of `opening`. Some data sets repeat the first turn in a field of the record."""
-    turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = as_turns(prompt)
     if turns[:1] == opening:
         return turns
     if opening[0]["role"] == "system" and turns and turns[0]["role"] == "system":
@@ -201,4 +203,3 @@ def _after_opening(opening: list[Turn], prompt: str | list[Turn]) -> list[Turn]:
 
 
 DEFAULT_ALIGNERS = (add_id_aligner(), common_form_aligner())
-"""Aligners for records of known kinds."""

@@ -11,7 +11,6 @@ from longspec.digests import file_digests
 from longspec.errors import UserError
 
 Files = str | Path | Iterable[str | Path]
-"""One or more files, folders or glob patterns."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""
@@ -28,8 +27,7 @@ def data_files(files: Files) -> list[str]:
         raise UserError("no data files given: name at least one .jsonl file, folder or pattern")
     paths: list[str] = []
     for name in map(str, names):
-        matches = _matching_files(name)
-        if not matches:
+        if not (matches := _matching_files(name)):
             raise UserError(f"no data file at '{name}': give a .jsonl file, a folder of them, or a pattern")
         paths += matches
     return paths
@@ -47,9 +45,8 @@ def _matching_files(name: str) -> list[str]:
 def content_digests(files: Files) -> list[list[str]]:
     """The absolute path and the digest of each data file, in the order of `data_files(files)`.
 
-    Every byte is read, because neither size nor modification time proves that a file is unchanged. Two lists describe
-    the same data if their digests are equal in order; paths do not matter. Raises UserError for a missing or unreadable
-    file.
+    Every byte is read, because neither size nor modification time proves that a file is unchanged. Equal digests in
+    order are the same data, whatever the paths. Raises UserError for a missing or unreadable file.
     """
     paths = [os.path.abspath(path) for path in data_files(files)]
     return [list(entry) for entry in zip(paths, file_digests(paths), strict=True)]

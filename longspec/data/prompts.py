@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longspec.chat_template import template_text
-from longspec.data.aligners import ROLES, Turn, common_form_aligner
-from longspec.data.lines import Files, data_files
+from longspec.data.aligners import ROLES, Turn, as_turns, common_form_aligner
+from longspec.data.lines import Files, data_files, text_lines
 from longspec.data.record_fields import check_sampling, unread_fields
 from longspec.data.records import (
     KINDS,
@@ -39,11 +39,9 @@ class SourcePrompt:
     """A prompt without its answer."""
 
     source_id: str
-    """Id of its record."""
     turns: list[Turn]
     """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
-    """Its text in the chat format."""
 
 
 class PromptFiles:
@@ -51,23 +49,14 @@ class PromptFiles:
 
     def __init__(self, files: Files) -> None:
         """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
-        self.lines: list[tuple[str, int, int, int]] = []
-        """File, line number from 1, byte offset and number of bytes of each record."""
         paths = data_files(files)
         self.digests = dict(zip(paths, file_digests(paths), strict=True))
-        """The digest of each file, by path."""
         self.unread: set[str] = set()
-        """The fields that nothing reads."""
-        for path in paths:
-            start = 0
-            with open(path, "rb") as handle:
-                for number, raw in enumerate(handle, 1):
-                    if raw.strip():
-                        # Converted once only for its errors; the text is read again when it is needed.
-                        with located(path, number):
-                            _prompts(parse_record(path, number, raw), self.unread)
-                        self.lines.append((path, number, start, len(raw)))
-                    start += len(raw)
+        self.lines = [line for path in paths for line in text_lines(path)]
+        for line in self.lines:
+            # Converted once only for its errors; as objects, the records would take several times the memory.
+            with located(*line[:2]):
+                _prompts(parse_record(*line), self.unread)
         if not self.lines:
             raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
 
@@ -84,23 +73,20 @@ class PromptFiles:
         """
         rejected = [] if rejected is None else rejected
         prompts = []
-        for path, number, offset, _ in self.lines[start:end]:
-            with open(path, "rb") as handle:
-                handle.seek(offset)
-                record = parse_record(path, number, handle.readline())
+        for line in self.lines[start:end]:
             # One record can hold several articles, and so several prompts.
-            for prompt in _prompts(record):
+            for prompt in _prompts(parse_record(*line)):
                 try:
                     if prompt.turns:
                         prompt = replace(prompt, text=conversation_text(prompt.turns, family, tokenizer, chat_format))
                     prompts.append(prompt)
                 except RecordError as error:
-                    rejected.append(f"{path}, line {number}: {error}")
+                    rejected.append(f"{line[0]}, line {line[1]}: {error}")
         return prompts
 
     def size(self, start: int, end: int) -> int:
         """The number of bytes of records `start` … `end` - 1."""
-        return sum(size for *_, size in self.lines[start:end])
+        return sum(len(raw) for *_, raw in self.lines[start:end])
 
 
 def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePrompt]:
@@ -117,9 +103,8 @@ def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePromp
         if isinstance(prompt, str) and kind in CONTINUED_KINDS:
             prompts.append(SourcePrompt(part["id"], [], prompt))
             continue
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": composed(kind, prompt)}]
-        prompts.append(SourcePrompt(part["id"], prompt, ""))
+        turns = as_turns(composed(kind, prompt) if isinstance(prompt, str) else prompt)
+        prompts.append(SourcePrompt(part["id"], turns, ""))
     return prompts
 
 
@@ -153,7 +138,6 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     if template_text(tokenizer) is None:
         raise UserError("the tokenizer has no chat template, so the target cannot write user turns")
     text = apply_template(tokenizer, [{"role": "user", "content": PLACEHOLDER}])
-    # Works for any template that inserts the content unchanged.
     before, placeholder, after = text.partition(PLACEHOLDER)
     if not placeholder or not before or not after:
         raise UserError("the chat template does not mark user turns, so the target cannot write them")
@@ -172,8 +156,6 @@ def answered(prompt: SourcePrompt, answer: str, **provenance: Any) -> Record:
 def prompt_key(record: Record) -> bytes:
     """A digest of the prompt of an `answered` record, independent of case and spacing, to find duplicates."""
     turns = [turn["content"] for turn in record["messages"][:-1]] if "messages" in record else [record["prefix"]]
-
-    # Data sets repeat prompts with other spacing or case.
     words = [" ".join(text.casefold().split()) for text in turns]
     return hashlib.blake2b(json.dumps(words).encode(errors="surrogatepass"), digest_size=16).digest()
 

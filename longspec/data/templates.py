@@ -5,7 +5,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from longspec.data.aligners import AlignedRecord, Turn
+from longspec.data.aligners import AlignedRecord, Turn, as_turns
 from longspec.data.records import KINDS, TURN_KINDS, RecordError
 from longspec.errors import UserError, first_line
 
@@ -14,7 +14,6 @@ CHAT_FORMATS = ("published", "tokenizer", "plain")
 PLAIN_BREAK = "\n\n"
 """Separator of turns in the format plain. The one before an answer belongs to the answer."""
 PUBLISHED_ROLES = ("system", "user", "assistant")
-"""Roles in the formats published and plain."""
 SYSTEM_TURN: Turn = {"role": "system", "content": "You are a helpful assistant"}
 """First turn in the published format, unless the conversation has its own."""
 TURN_FORMATS = {"llama": ("<s>", "</s>"), "qwen2": ("<|im_start|>", "<|im_end|>")}
@@ -68,8 +67,7 @@ def check_templates(templates: Mapping[str, object], where: str) -> dict[str, st
 
 def chat_prompt(user_prompt: str, family: str, tokenizer: Any, chat_format: str, answer_prefix: str = "") -> str:
     """`user_prompt` in the chat format, then `answer_prefix`."""
-    turns: list[Turn] = [{"role": "user", "content": user_prompt}]
-    return conversation_text(turns, family, tokenizer, chat_format) + answer_prefix
+    return conversation_text(as_turns(user_prompt), family, tokenizer, chat_format) + answer_prefix
 
 
 def lead_in(word: str, family: str, chat_format: str) -> str:
@@ -96,11 +94,10 @@ def render(
     if kind in CONTINUED_KINDS and isinstance(prompt, str):
         return prompt, answer
 
-    # A template from the configuration replaces the built-in text, its lead-in word included.
     is_built_in = kind in COMPOSITIONS and kind not in (templates or {})
     prefix = lead_in(LEAD_IN, family, chat_format) if is_built_in else ""
 
-    turns: list[Turn] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = as_turns(prompt)
     # The turns of a conversation are complete. Other kinds need their template.
     if kind not in TURN_KINDS:
         turns = [

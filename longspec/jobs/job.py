@@ -32,7 +32,6 @@ class ResumableJob:
     """A rank's view of a run."""
 
     total: int
-    """Number of items."""
     item: str
     """The word for an item."""
     output: Path | None
@@ -40,7 +39,6 @@ class ResumableJob:
     stop: StopSignals
     replicas: Replicas
     is_hidden: bool = False
-    """Whether there is no progress bar."""
     overwrites: bool = False
     """Whether the command replaces earlier results."""
 
@@ -89,10 +87,7 @@ class ResumableJob:
 
 
 def agree(prepare: Callable[[], T], identity: Identity, folder: Path, replicas: Replicas) -> T:
-    """The result of `prepare()`, which opens the results on rank 0 only, on every rank.
-
-    Raises UserError if a rank's identity differs from that of rank 0, or if it does not see rank 0's folder.
-    """
+    """Rank 0's `prepare()`, on every rank. Raises UserError if identities differ or ranks do not share the folder."""
     prepared, first_identity = replicas.from_rank_zero(lambda: (prepare(), identity))
     replicas.check_shared(folder)
 

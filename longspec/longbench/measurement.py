@@ -23,7 +23,6 @@ from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
 
 WARM_UP_TOKENS = 16
-"""New tokens per row of the warm-up."""
 
 
 def measure(options: argparse.Namespace, stop: StopSignals, replicas: Replicas) -> dict[str, Any] | None:

@@ -51,19 +51,15 @@ class EvaluationPlan:
     """A run that has been checked. Only the weights are still to be loaded."""
 
     options: argparse.Namespace
-    """The options of the command."""
     pair: Pair
     config: PreTrainedConfig
-    """The target's configuration."""
     max_positions: int
     """Context length of the target in tokens."""
     tokenizer: Any
     chat_format: str
-    """The chat format of the prompts, one of CHAT_FORMATS."""
     draft: str | None
     """Path or hub id of the draft; None if the method needs none and the options name none."""
     draft_state: dict[str, Tensor] | None
-    """Weights of the draft; None without one."""
     selection: Selection
     max_new_tokens: int
     device: torch.device
@@ -97,8 +93,7 @@ class EvaluationPlan:
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """Everything that distinguishes this run from others, as JSON values. Input files count by their content."""
-        options = self.options
-
+        options, state = self.options, self.state_in_use
         # The token ids cover everything that makes the prompts: data, templates, chat format, tokenizer.
         prompts = [[prompt.id, prompt.token_ids] for prompt in self.selection.prompts]
         return {
@@ -110,7 +105,9 @@ class EvaluationPlan:
             "eos_token_id": self.pair.eos_token_id,
             "pad_token_id": self.pair.pad_token_id,
             "target": target_digest(self.pair.target, self.config),
-            **self._draft_identity(),
+            # A draft that is given but not used does not change the results.
+            "draft": None if state is None else state_digest(state),
+            **({} if self.draft is None or state is None else draft_settings(self.draft).options.entries()),
             "data": file_digest(self.data_file),
             "prompts": content_hash(json.dumps(prompts).encode()).hexdigest(),
             "device": device_name(self.device),
@@ -122,12 +119,6 @@ class EvaluationPlan:
         """The weights of the draft; None for a method that reads none. One that is given may still be unused."""
         return self.draft_state if self.options.method in (*GLIDE_METHODS, AUTO) else None
 
-    def _draft_identity(self) -> dict[str, Any]:
-        # A draft that is given but not used does not change the results.
-        if self.draft is None or self.state_in_use is None:
-            return {"draft": None}
-        return {"draft": state_digest(self.state_in_use), **draft_settings(self.draft).options.entries()}
-
     @property
     def record(self) -> dict[str, Any]:
         """The content of `run.json`: the configuration, and the paths of the inputs."""
@@ -136,7 +127,6 @@ class EvaluationPlan:
     @property
     def output_dir(self) -> Path:
         """The folder of the results; by default one per configuration."""
-        # A folder that the user names is used as it is, and checked for results of other runs.
         if self.options.output_dir:
             return Path(self.options.output_dir)
         # A hub id has slashes, and a name of dots would leave the folder.
@@ -146,7 +136,7 @@ class EvaluationPlan:
 
 def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
-    # Checks are ordered by cost: options, device, then files, then the tokenization of the prompts.
+    # In order of cost.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     _check_numbers(options)
@@ -207,10 +197,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _load_draft(options: argparse.Namespace, draft: str, pair: Pair, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The weights of a draft, on the CPU: it is small, and a wrong one should fail before the target loads.
-
-    Raises UserError if it does not fit, is untrained but the method needs it, or if its window is too small.
-    """
+    """The draft's weights on the CPU. Raises UserError if it does not fit, is untrained, or has a small window."""
     state = check_draft(draft, config, family_class(config, pair.target).draft_layer_class)
     settings = draft_settings(draft)
     if options.method in GLIDE_METHODS and not settings.is_trained:

@@ -23,7 +23,6 @@ class TaskPrompt:
     """A prompt as the target reads it."""
 
     id: str
-    """Id of the record."""
     token_ids: list[int]
 
 
@@ -66,11 +65,7 @@ def read_questions(
     chat_format: str = "plain",
     prompt: str | None = None,
 ) -> list[tuple[str, str]]:
-    """The id and the prompt of each record of FOLDER/NAME.jsonl, in the chat format of a target of `family`.
-
-    prompt: replaces the task's own prompt and has no word that opens the answer. Raises UserError with file, line and
-    field.
-    """
+    """Id and prompt of each record of FOLDER/NAME.jsonl. prompt: replaces the task's. Raises UserError."""
     task = TASKS[name]
     path = Path(folder) / f"{name}.jsonl"
     if not path.is_file():
@@ -83,7 +78,6 @@ def read_questions(
         # Results name samples by this id, so it must exist and print in one line.
         if not isinstance(identity, str | int):
             raise RecordError(task.id_field, "is missing; it must be a string or a whole number")
-        # Only the quoted fields must be text; a record may hold anything else.
         fields = {field for _, field, _, _ in Formatter().parse(template) if field}
         values = {field: text_of(record.get(field), field) for field in fields}
         return str(identity), chat_prompt(template.format(**values), family, tokenizer, chat_format, answer_prefix)

@@ -16,7 +16,6 @@ class Task:
     max_new_tokens: int
     """Longest answer, in tokens."""
     id_field: str = "_id"
-    """The field that identifies a record."""
     answer_prefix: str = ""
     """The word that ends the prompt. In the published chat format it opens the assistant's answer instead."""
     filtered: bool = True

@@ -14,10 +14,10 @@ from longspec.inference.load_pair import load_pair
 from longspec.pipeline.files import answers_file, claim, prompts_file
 from longspec.pipeline.processes import share_work
 from longspec.pipeline.settings import AnswerSettings, ChatSettings, Settings
-from longspec.pipeline.sources import SPLITS
 from longspec.pipeline.target import CHAT_FORMAT
 from longspec.ranks.replicas import Replicas
 from longspec.regenerate.run import regenerate
+from longspec.regenerate.settings import SPLITS
 from longspec.regenerate.settings import Settings as AnswerRun
 
 CHAT = "chat"
@@ -59,18 +59,14 @@ def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
     own = _settings_of(name, settings)
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0) if isinstance(own, ChatSettings) else tuple(own.temperatures)
     runs = []
+    content: dict[str, Any]
     for split in SPLITS:
         if isinstance(own, ChatSettings):
             count = getattr(own, split)
             # Splits share no user turn.
             others = [other for other in SPLITS[: SPLITS.index(split)] if getattr(own, other)]
-            exclude = tuple(str(answers_file(root, CHAT, other)) for other in others)
-            content = {
-                "count": count,
-                "max_turn_tokens": own.max_turn_tokens,
-                "seed": settings.seed,
-                "exclude": exclude,
-            }
+            content = {"count": count, "max_turn_tokens": own.max_turn_tokens, "seed": settings.seed}
+            content["exclude"] = tuple(str(answers_file(root, CHAT, other)) for other in others)
         else:
             groups = [prompts_file(root, split, group) for group in own.prompts]
             files = tuple(str(file) for file in groups if file.exists() and file.stat().st_size)

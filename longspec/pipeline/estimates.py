@@ -60,7 +60,6 @@ class Target:
     name: str
     """As the user named it."""
     config: Any
-    """That of transformers."""
 
     @classmethod
     def read(cls, name: str, path: str) -> Target:

@@ -66,19 +66,17 @@ def forced_acceptance(
         sums["rounds"] += 1
         sums["decoded_tokens"] += int(count)
         if isinstance(proposer, TreeDrafter):
-            sums["bound"] += 1 + float(depth_probabilities(proposer.proposal(), sampler.seen[0]).sum())
+            sums["bound"] += float(path_probabilities(proposer.proposal(), sampler.seen[0]).sum())
         sampler.read += count
     return sums
 
 
-def depth_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
-    """[B, depth]: entry d - 1 is the probability that d successive samples from `logits` [B, N, V] stay in the tree."""
+def path_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
+    """The probability of each node's path, fp32 [B, N]: samples from `logits` [B, N, V] follow it. 1 for the root."""
     log_p = logits.float().log_softmax(-1)
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     step = log_p[rows, proposal.parents.clamp(min=0), proposal.tokens]
     step = torch.where(proposal.parents < 0, -torch.inf, step)  # nodes without a parent only fill up their level
     step[:, 0] = 0.0
     # A node sees its ancestors and itself, so the sum over visible nodes is the log-probability of its path.
-    paths = torch.where(proposal.visible, step[:, None, :], 0.0).sum(-1).exp()
-    depths = torch.arange(1, proposal.depth + 1, device=logits.device)
-    return paths @ (proposal.levels[:, None] == depths).float()
+    return torch.where(proposal.visible, step[:, None, :], 0.0).sum(-1).exp()

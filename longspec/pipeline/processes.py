@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.override_parser.types import Quote, QuotedString
 from tqdm import tqdm
 
 from longspec.cli.train import ROOT, gpu_options
@@ -24,6 +23,7 @@ from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
 from longspec.ranks.replicas import Replicas
+from longspec.train.config import quoted
 
 TIME_TO_SAVE_S = 60
 """Seconds that a stopped training launch has to save its last step."""
@@ -99,16 +99,12 @@ def _hydra_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_hydra_value, value))}]"
     if isinstance(value, str):
-        return QuotedString(value, Quote.single).with_quotes()
+        return quoted(value)
     return json.dumps(value)
 
 
 def launch(command: list[str], folder: Path, steps: int) -> float:
-    """Run a launch command and return its duration in seconds.
-
-    Its output is appended to FOLDER/log.txt, and a progress bar counts its steps. Raises UserError with the end of the
-    log if it fails.
-    """
+    """Run a launch command, with FOLDER/log.txt. Returns its seconds. Raises UserError with the log's last lines."""
     environment = {"OMP_NUM_THREADS": "4"} | os.environ
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")

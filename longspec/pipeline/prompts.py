@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 import yaml
 from tqdm import tqdm
 
+from longspec.data.aligners import Turn
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline.files import answers_file, claim, prompts_file, read_jsonl
 from longspec.pipeline.settings import OWN, SOURCE, Settings
-from longspec.pipeline.sources import SPLITS, Meeting, SourceFile, Texts, read_code, read_own, read_texts
+from longspec.pipeline.sources import Meeting, SourceFile, Texts, read_code, read_own, read_texts
 from longspec.pipeline.target import LONGEST_TOKEN, TargetText
+from longspec.regenerate.settings import SPLITS
 from longspec.replacing import write_atomically
 
 T = TypeVar("T")
 Record = dict[str, Any]
-Turn = dict[str, str]
 Make = Callable[[Any, int, random.Random], Record | None]
 """Maps (document, length in tokens, random generator) to a prompt, or to None if the document is too short."""
 
@@ -45,10 +46,7 @@ TRIES = 200
 
 
 def write_prompts(settings: Settings, root: Path) -> None:
-    """Write the prompts of all missing groups, and the source files that stages read as they are.
-
-    Raises UserError if existing ones were made with other settings.
-    """
+    """Write all missing groups of prompts and source files. Raises UserError if existing ones had other settings."""
     limits = asdict(settings.code)
     source, count = answers_file(root, SOURCE, "train"), limits.pop("train_files")
     if count:
@@ -80,11 +78,11 @@ def write_prompts(settings: Settings, root: Path) -> None:
     own = read_own(settings, target)
     for split, lengths_by_group in missing.items():
         texts = read_texts(settings.benchmarks, settings.documents, split)
-        texts.own = own[split]
+        texts.own, texts.code = own[split], code[split]
         file = answers_file(root, "chat", split)
         records = read_jsonl(file) if file.exists() else []
-        chats = [record["messages"] for record in records if record["finished"]]
-        makers = Makers(target, texts, code[split], chats, split)
+        texts.chats = [record["messages"] for record in records if record["finished"]]
+        makers = Makers(target, texts, split)
         with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [
                 pool.submit(write_group, makers, group, lengths, settings.seed, prompts_file(root, split, group))
@@ -135,15 +133,17 @@ def length_range(settings: Settings, group: str) -> list[int]:
     return settings.prompts.short_contexts if group.endswith("-short") else settings.prompts.contexts
 
 
+@dataclass
 class Makers:
     """Makes prompts from the documents of one split."""
 
-    def __init__(
-        self, target: TargetText, texts: Texts, code: list[SourceFile], chats: list[list[Turn]], split: str
-    ) -> None:
-        self.target, self.texts, self.code, self.chats, self.split = target, texts, code, chats, split
+    target: TargetText
+    texts: Texts
+    split: str
+
+    def __post_init__(self) -> None:
         self.packages: dict[str, list[SourceFile]] = {}
-        for file in [*code, *texts.documents]:
+        for file in [*self.texts.code, *self.texts.documents]:
             self.packages.setdefault(file.package, []).append(file)
 
     def records(self, group: str, lengths: list[int], chance: random.Random) -> Iterator[Record]:
@@ -164,15 +164,15 @@ class Makers:
         """The documents of a task, and the function that makes a prompt from one of them."""
         texts = self.texts
         by_task: dict[str, tuple[Sequence[Any], Make]] = {
-            "lcc": (self.code, self.line),
-            "repobench-p": (self.code, self.repository),
-            "code-question": (self.code, partial(self.about_files, QUESTIONS["code"])),
+            "lcc": (texts.code, self.line),
+            "repobench-p": (texts.code, self.repository),
+            "code-question": (texts.code, partial(self.about_files, QUESTIONS["code"])),
             "document": (texts.documents, partial(self.about_files, QUESTIONS["document"])),
-            "edit": (self.code, lambda file, tokens, _: self.copied(EDIT, file.text, tokens)),
+            "edit": (texts.code, lambda file, tokens, _: self.copied(EDIT, file.text, tokens)),
             "quote": (texts.meetings, lambda meeting, tokens, _: self.copied(QUOTE, meeting.transcript, tokens)),
             "qmsum": (texts.meetings, self.meeting),
             "gsm8k": (texts.questions, self.question),
-            "chat": (self.chats, self.conversation),
+            "chat": (texts.chats, self.conversation),
             OWN: (texts.own, lambda record, *_: record),
             "everyday": (QUESTIONS["everyday"], lambda question, *_: _user(question)),
             "aime24": (texts.problems, lambda problem, *_: _user(TASKS["aime24"].prompt.format(problem=problem))),
@@ -245,7 +245,7 @@ class Makers:
         if not tokens:
             return {"messages": asked}
         room = tokens - MARGIN - len(self.target.prompt_ids({"messages": asked}))
-        for others in _others(self.chats, turns, chance):
+        for others in _others(self.texts.chats, turns, chance):
             size = self.target.count("\n".join(turn["content"] for turn in others)) + self.target.exchange_overhead
             if size <= room:
                 earlier += others

@@ -16,15 +16,7 @@ from longspec.errors import UserError
 from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
-from longspec.pipeline.samples import (
-    Figure,
-    Samples,
-    context_name,
-    markdown,
-    speed_ratio,
-    tokens_per_round,
-    tokens_per_second,
-)
+from longspec.pipeline.samples import Figure, Samples, context_name, markdown, rate, speed_ratio
 from longspec.pipeline.settings import Settings
 from longspec.pipeline.training import stage_table
 from longspec.replacing import write_atomically
@@ -124,10 +116,7 @@ def write_tables(
 
 
 def by_context(samples: Samples, figure: Callable[..., Figure]) -> pandas.DataFrame:
-    """A figure of tree and auto: one row per temperature, task and method, one column per context.
-
-    The rows "all" pool the tasks that have every context, also those of lookup. figure: see `Samples`.
-    """
+    """A figure of `Samples` by temperature, task and context. The rows all pool the tasks with every context."""
     rows = []
     for temperature, task in product((0.0, 1.0), [*samples.tasks, None]):
         columns: dict[str, Any] = {"task": task or samples.long_tasks}
@@ -151,7 +140,7 @@ def same_text(samples: Samples) -> pandas.DataFrame:
         for task in [None, *dict.fromkeys(samples.forced["task"])]:
             row: dict[str, Any] = {"T": temperature, "task": task or "all"}
             parts = {length: samples.read(length, task) for length in lengths}
-            row |= {context_name(length): str(tokens_per_round(part, tokens)) for length, part in parts.items()}
+            row |= {context_name(length): str(rate(part, "rounds", tokens)) for length, part in parts.items()}
             for length in lengths[1:]:
                 ratio = speed_ratio(parts[length], parts[lengths[0]], tokens, "rounds")
                 row[f"{length} over {lengths[0]}"] = str(ratio)
@@ -189,10 +178,10 @@ def by_method(samples: Samples) -> pandas.DataFrame:
             outputs = samples.of(method, temperature, loops=True, task=task)
             if outputs.empty:
                 continue
-            chosen = outputs[~outputs["loops"]]
             row: dict[str, Any] = {"method": method, "T": temperature, "task": task or "all", "outputs": len(outputs)}
-            row |= {"with loops": len(outputs) - len(chosen), "tokens per round": str(tokens_per_round(chosen))}
-            row["tokens/s"] = tokens_per_second(chosen).text(0)
+            row["with loops"] = int(outputs["loops"].sum())
+            row["tokens per round"] = str(samples.tokens_per_round(method, temperature, task=task))
+            row["tokens/s"] = samples.tokens_per_second(method, temperature, task=task).text(0)
             for other in ("vanilla", "lookup"):
                 ratio = samples.speed_up(method, other, temperature, task=task)
                 row[f"over {other}"] = "-" if method == other else str(ratio)

@@ -1,7 +1,4 @@
-"""A run of `longspec draft`: its settings, its plan, its steps, and what it says at the end.
-
-Each step continues what an earlier run has left, or finds it done.
-"""
+"""A run of `longspec draft`. Each step continues what an earlier run has left, or finds it done."""
 
 import argparse
 import json
@@ -35,7 +32,6 @@ from longspec.pipeline.training import train
 from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
-"""Default values of the options."""
 GIB = 2**30
 TIMES = "seconds.jsonl"
 """File with the seconds of each step and their estimate."""
@@ -127,10 +123,7 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 
 
 def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
-    """Run the steps in order. Before each one, print its number and the time left.
-
-    The time left follows from the estimate, corrected by the speed of the steps that this run has done.
-    """
+    """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
     spent = expected = 0.0
     names = list(steps)
     for number, (name, step) in enumerate(steps.items()):

@@ -62,14 +62,9 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
         return ratios[0] / ratios[1] if len(ratios) == 2 else ratios[0]
 
 
-def tokens_per_round(samples: pandas.DataFrame, tokens: str = "decoded_tokens") -> Figure:
-    """Tokens emitted per verification pass, or the sum of another column per pass."""
-    return pooled([samples[tokens], samples["rounds"]], prompt_names(samples))
-
-
-def tokens_per_second(samples: pandas.DataFrame) -> Figure:
-    """Decoding speed without prefill."""
-    return pooled([samples["decoded_tokens"], samples["decode_s"]], prompt_names(samples))
+def rate(samples: pandas.DataFrame, per: str, tokens: str = "decoded_tokens") -> Figure:
+    """The ratio of two columns' sums: tokens per "rounds", or per second of "decode_s", which is without prefill."""
+    return pooled([samples[tokens], samples[per]], prompt_names(samples))
 
 
 def speed_ratio(
@@ -135,10 +130,10 @@ class Samples:
         return frame[chosen]
 
     def tokens_per_round(self, method: str, temperature: float = 0.0, **columns: Any) -> Figure:
-        return tokens_per_round(self.of(method, temperature, **columns))
+        return rate(self.of(method, temperature, **columns), "rounds")
 
     def tokens_per_second(self, method: str, temperature: float = 0.0, **columns: Any) -> Figure:
-        return tokens_per_second(self.of(method, temperature, **columns))
+        return rate(self.of(method, temperature, **columns), "decode_s")
 
     def speed_up(self, method: str, other: str, temperature: float = 0.0, **columns: Any) -> Figure:
         """Tokens/s of `method` divided by those of `other`, over the prompts where neither output loops."""

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from longspec.data.aligners import Turn
 from longspec.data.prompts import PromptFiles
 from longspec.data.record_fields import unread_note
 from longspec.data.records import RecordError, read_records, text_of
 from longspec.errors import UserError
 from longspec.pipeline.settings import CodeSettings, Settings
 from longspec.pipeline.target import CHAT_FORMAT, TargetText
+from longspec.regenerate.settings import SPLITS
 
 T = TypeVar("T")
-SPLITS = ("train", "validation", "test")
 VALIDATION_SHARE = 20
 """One in this number of training questions and meetings is used for validation."""
 HELD_OUT_SHARE = 10
@@ -52,7 +53,7 @@ class SourceFile:
 
 @dataclass
 class Texts:
-    """The user's records of one split."""
+    """The documents of one split, from which prompts are made."""
 
     questions: list[tuple[str, str]] = field(default_factory=list)
     """Questions of gsm8k, each with its worked answer."""
@@ -62,6 +63,9 @@ class Texts:
     documents: list[SourceFile] = field(default_factory=list)
     own: list[dict[str, Any]] = field(default_factory=list)
     """The user's prompts, each with "messages" or a "prefix"."""
+    code: list[SourceFile] = field(default_factory=list)
+    chats: list[list[Turn]] = field(default_factory=list)
+    """Conversations of a user turn and the target's answer."""
 
 
 def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
@@ -111,10 +115,7 @@ def _meeting(record: dict[str, Any]) -> Meeting:
 
 
 def read_own(settings: Settings, target: TargetText) -> dict[str, list[dict[str, Any]]]:
-    """The user's prompts of at most `prompts.contexts` tokens by split, which depends on the prompt's text.
-
-    A line counts the prompts that are left out. Raises UserError for an invalid record, and if none is left.
-    """
+    """The user's prompts of at most `prompts.contexts` tokens, by split. Raises UserError if none is left."""
     prompts: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     if not settings.text:
         return prompts

@@ -18,7 +18,6 @@ class TargetText:
     """Formats prompts for the target and measures texts in its tokens."""
 
     path: str
-    """Folder or hub id of the target."""
     family: str
     tokenizer: Any
 

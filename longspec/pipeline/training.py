@@ -25,10 +25,7 @@ SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
 
 
 def train(name: str, settings: Settings, root: Path) -> None:
-    """Train a stage from the draft of the stage before it, or a fresh one. An interrupted stage resumes.
-
-    Raises UserError if the stage's folder was made with other settings or the training fails.
-    """
+    """Train a stage from the draft before it or a fresh one, or resume it. Raises UserError for other settings."""
     stage, stages = settings.training.stages[name], list(settings.training.stages)
     folder = run_folder(root, settings.seed) / name
     draft = None

@@ -30,14 +30,10 @@ WAIT_S = 10
 
 # Port 0 stands for any free port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""The environment variables that a launcher sets, for a run without one."""
 
 
 def launched_ranks() -> tuple[int, int]:
-    """This process's rank and the number of ranks, from the environment variables that the launcher sets.
-
-    A run without a launcher is rank 0 of 1. Raises UserError if the environment is contradictory.
-    """
+    """This process's rank and the number of ranks by the environment; 0 and 1 without a launcher. Raises UserError."""
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     is_launch = rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)
     # Defaults are for one process only; guessed values would make ranks wait for each other.
@@ -57,10 +53,7 @@ def complete_environment() -> None:
 
 @contextmanager
 def connecting() -> Iterator[None]:
-    """Context in which this rank joins the process group.
-
-    A rank that waits longer than WAIT_S seconds for the others logs a warning. Raises UserError if they do not connect.
-    """
+    """Context in which this rank joins the process group. Warns after WAIT_S seconds. Raises UserError if it cannot."""
     rank, world_size = launched_ranks()
     master = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     warning = f"rank {rank} of {world_size} waits for the others; rank 0 is expected at {master}"

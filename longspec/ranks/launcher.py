@@ -6,9 +6,7 @@ from itertools import pairwise
 import psutil
 
 LAUNCH = "deepspeed.launcher.launch"
-"""Module of `launch.py`, as its command line names it."""
 STARTED = "CROSS_RANK"
-"""Environment variable that `launch.py` sets for its ranks."""
 
 
 class Launcher:

@@ -23,7 +23,6 @@ class Settings:
     target: str
     """Name that `load_pair` takes, folder, hub id or GGUF file."""
     output_dir: str
-    """Folder of the split's file and its shards."""
     split: str = "train"
     """One of SPLITS. Each split has its own random numbers."""
     files: tuple[str, ...] = ()
@@ -31,7 +30,6 @@ class Settings:
     count: int = 0
     """Number of prompts in all shards. With files, their first `count` records; 0 takes all."""
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    """Temperatures to draw from, for each answer."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -46,7 +44,6 @@ class Settings:
     max_turn_tokens: int = 256
     """Longest user turn that the target writes, in tokens; longer ones are left out."""
     batch_size: int = 256
-    """Largest number of rows in a batch."""
     shard_size: int = 0
     """Number of prompts per shard; 0 lets `shards.shard_size` choose it."""
     seed: int = 0
@@ -87,12 +84,10 @@ def check_settings(settings: Settings) -> None:
         check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
     for name in FILTER_OPTIONS:
         check_option(name, getattr(settings, name))
-    for name in ("max_turn_tokens", "batch_size"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least 1")
-    for name in ("count", "max_prompt_tokens", "shard_size", "seed"):
-        if getattr(settings, name) < 0:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must not be negative")
+    least = {"max_turn_tokens": 1, "batch_size": 1, "count": 0, "max_prompt_tokens": 0, "shard_size": 0, "seed": 0}
+    for name, number in least.items():
+        if getattr(settings, name) < number:
+            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least {number}")
 
 
 def shard_seed(settings: Settings, shard: int, use: str) -> int:

@@ -39,7 +39,6 @@ class SplitShards:
         self.total = total
         self.facts = facts
         self.count = -(-total // settings.shard_size)
-        """Number of shards."""
         self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
 

@@ -19,12 +19,9 @@ from longspec.inference.request import row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
-Progress = Callable[[int], object]
-"""Called with the number of prompts that are finished now."""
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 TURN_TEMPERATURE = 1.0
-"""Temperature of user turns that the target writes."""
 
 
 @dataclass
@@ -33,7 +30,6 @@ class _Shard:
 
     number: int
     rows: range
-    """The numbers of its prompts."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of prompts dropped for each reason."""
     prompts: list[SourcePrompt] = field(default_factory=list)
@@ -41,7 +37,6 @@ class _Shard:
     requests: list[Request] = field(default_factory=list)
     """Those for user turns while the target writes them, then those for answers to `prompts`."""
     answers: list[list[int]] = field(default_factory=list)
-    """The new tokens of each request."""
 
 
 class Writer:
@@ -71,14 +66,17 @@ class Writer:
             check_embedded(self.turn_opening, self.vocab_size, tokenizer, "the chat template's opening of a user turn")
             self.turn_stop_ids = [*self.stop_ids, tokenizer(after, add_special_tokens=False)["input_ids"][0]]
 
-    def write_shards(self, rows: Mapping[int, range], done: Done, progress: Progress) -> None:
-        """Write some shards. rows: the numbers of the prompts of each one."""
+    def write_shards(self, rows: Mapping[int, range], done: Done, progress: Callable[[int], object]) -> None:
+        """Write some shards. rows: the numbers of their prompts. progress: called with the number of finished ones."""
         shards = [_Shard(number, own) for number, own in rows.items()]
         if self.files is None:
             self._write_turns(shards)
         else:
             for shard in shards:
-                self._read_prompts(shard, self.files)
+                rejected: list[str] = []
+                chat = self.family, self.tokenizer, self.settings.chat_format
+                shard.prompts = self.files.read(shard.rows.start, shard.rows.stop, *chat, rejected)
+                shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
             progress(len(shard.rows) - len(shard.requests))  # dropped without an answer
@@ -106,12 +104,6 @@ class Writer:
 
         listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
-
-    def _read_prompts(self, shard: _Shard, files: PromptFiles) -> None:
-        rejected: list[str] = []
-        given = self.family, self.tokenizer, self.settings.chat_format, rejected
-        shard.prompts = files.read(shard.rows.start, shard.rows.stop, *given)
-        shard.dropped["prompts: rejected by the chat template"] = len(rejected)
 
     def _write_turns(self, shards: Sequence[_Shard]) -> None:
         """Prompts whose user turns the target writes."""
@@ -149,10 +141,7 @@ class Writer:
     def _request(
         self, shard: _Shard, use: str, asked: Sequence[tuple[list[int], float]], limit: int, stop_ids: Sequence[int]
     ) -> None:
-        """Set the requests of a shard, each with a seed of its own.
-
-        use: that of `shard_seed`. asked: prompts and temperatures. limit: longest answer, in tokens.
-        """
+        """Set a shard's requests. asked: prompts and temperatures. limit: longest answer, in tokens."""
         penalties = self.settings.penalties(self.tokenizer, self.vocab_size, stop_ids)
         seed = shard_seed(self.settings, shard.number, use)
         shard.requests = []

@@ -94,10 +94,7 @@ def save_best(model: Any, tokenizer: Any, config: TrainConfig, metrics: dict[str
 
 
 def read_best(config: TrainConfig, run: Run) -> float:
-    """The held-out acceptance length of the draft in `checkpoint-best`; -inf if there is none.
-
-    Also -inf, with a warning, if the draft is damaged, is of another run or was evaluated on other rows.
-    """
+    """The acceptance length of `checkpoint-best`; -inf without one; warns if it is not of this run and rows."""
     folder = Path(config.output_dir) / BEST[1]
     if not folder.exists():
         return -math.inf
@@ -129,10 +126,7 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
 
 @contextmanager
 def _write_errors(output: Path, step: int) -> Iterator[None]:
-    """Convert errors of a full, read-only or lost disk to a UserError.
-
-    torch hides the errno, and tokenizers raise a plain Exception, so both are recognized by their messages.
-    """
+    """Turn errors of a lost or full disk into a UserError. torch and tokenizers hide the errno in their messages."""
     try:
         yield
     except Exception as error:
@@ -160,10 +154,7 @@ def gather_draft(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_draft(folder: str | Path) -> dict[str, Tensor]:
-    """The draft's weights in a saved DeepSpeed state (`last_ds`), equal to those of `gather_draft` at that step.
-
-    Works without the target and on one process. Raises UserError unless the state is complete and undamaged.
-    """
+    """The draft's weights in a saved DeepSpeed state, without the target. Raises UserError unless it is complete."""
     folder = Path(folder)
     if not (folder / "latest").is_file():
         raise UserError(f"{folder}: not a DeepSpeed checkpoint of a training run; give its {STATES[1]} folder")
@@ -204,9 +195,8 @@ def locate(config: TrainConfig) -> TrainConfig:
     """`config` with `model_name_or_path` resolved to a target if it is a checkpoint folder or a saved pair.
 
     A checkpoint folder names both the target of its run and its draft. A saved pair, in a folder or on the hub,
-    also brings its draft. A `draft_model_name_or_path` in `config` takes precedence.
-
-    Raises UserError for a damaged folder or an unreadable configuration.
+    also brings its draft. A `draft_model_name_or_path` in `config` takes precedence. Raises UserError for a damaged
+    folder or an unreadable configuration.
     """
     draft = config.draft_model_name_or_path
     if is_checkpoint(config):
@@ -217,7 +207,6 @@ def locate(config: TrainConfig) -> TrainConfig:
         return replace(
             config, model_name_or_path=target, draft_model_name_or_path=draft or str(folder / DRAFT_WEIGHTS_NAME)
         )
-    # Nothing needs to be looked up: the user named both.
     if draft is not None:
         return config
     resolved = resolve_target(config.model_name_or_path)

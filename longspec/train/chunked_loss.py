@@ -108,10 +108,7 @@ def score_chunks(
 
 
 def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether each label has the largest logit in the whole vocabulary, bool [N].
-
-    logits: [N, V], this rank's part of the vocabulary.
-    """
+    """Whether each label has the largest of all logits, bool [N]. logits: [N, V], a rank's part of the vocabulary."""
     on_this_rank = (labels >= 0) & (labels < logits.shape[1])
     label_logits = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     # The label's logit is on one rank only, the largest logit may be on another.

@@ -27,7 +27,6 @@ from longspec.untrusted import read_yaml
 
 SCHEMA = TypeAdapter(TrainConfig)
 NO_OPTION = re.compile(r"(?s)Could not find '([^']+)/([^'/]+)'\s+Available options in '\1':\s+(.*?)\s*Config search")
-"""Hydra's message on a file that a group lacks."""
 
 
 def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | None:
@@ -81,10 +80,7 @@ def compose_config(folder: str | Path, name: str, overrides: Sequence[str] = ())
 
 
 def typed_with_auto(composed: DictConfig, ranks: int | None = None) -> TrainConfig:
-    """`composed` as a TrainConfig, with values of the keys that are `auto`. Raises UserError as `typed`.
-
-    ranks: their number; None for that of this process's launch.
-    """
+    """`composed` as a TrainConfig, with values for `auto`. ranks: as of `load_config`. Raises UserError."""
     keys = [key for key in AUTO_KEYS if OmegaConf.select(composed, key) == AUTO]
     for key in keys:
         OmegaConf.update(composed, key, AUTO_KEYS[key], merge=False)
@@ -108,10 +104,7 @@ def typed(composed: DictConfig | dict[Any, Any]) -> TrainConfig:
 
 
 def _validated(values: Any) -> TrainConfig | ValidationError:
-    """The values as a TrainConfig, or what is wrong with them. Raises UserError for an unknown key.
-
-    That comes first, because a misspelled key leaves another one unset.
-    """
+    """The values as a TrainConfig, or what is wrong with them. Raises UserError first of all for an unknown key."""
     try:
         return SCHEMA.validate_python(values)
     except ValidationError as error:
@@ -156,10 +149,8 @@ def _keys(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def read_config_file(file: Path) -> TrainConfig:
-    """The configuration of a checkpoint, whose origin may not be trusted.
-
-    Nothing in it is resolved, imported or called. Raises UserError if it is not a valid configuration.
-    """
+    """The configuration of a checkpoint, which need not be trusted: nothing in it is resolved, imported or called.
+    Raises UserError if it is not a valid configuration."""
     content = read_yaml(file)
     try:
         config = typed(content)
@@ -207,8 +198,8 @@ def readable(override: str) -> str:
         return override
     if value.startswith("[") and value.endswith("]"):
         elements = (element for element in ELEMENT.findall(value[1:-1]) if element)
-        return f"{key}=[{','.join(one if _is_read(f'{key}={one}') else _quoted(one) for one in elements)}]"
-    return f"{key}={_quoted(value)}"
+        return f"{key}=[{','.join(one if _is_read(f'{key}={one}') else quoted(one) for one in elements)}]"
+    return f"{key}={quoted(value)}"
 
 
 def _is_read(override: str) -> bool:
@@ -219,5 +210,6 @@ def _is_read(override: str) -> bool:
         return False
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as Hydra reads it in an override."""
     return QuotedString(text, Quote.single).with_quotes()

@@ -28,10 +28,9 @@ def check(config: TrainConfig) -> None:
     check_templates(config.data.templates, "config key data.templates")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
-    whole = own_loss(config.loss) is None or config.tp_size == 1
-    _require(whole, "tp_size: must be 1 with a registered loss, which needs all logits")
-    new = config.resume is None or not config.overwrite_output_dir
-    _require(new, "overwrite_output_dir: must be false with resume")
+    has_all_logits = config.tp_size == 1 or own_loss(config.loss) is None
+    _require(has_all_logits, "tp_size: must be 1 with a registered loss, which needs all logits")
+    _require(not (config.resume and config.overwrite_output_dir), "overwrite_output_dir: must be false with resume")
     _require(config.output_dir.strip() != "", "output_dir: must name a folder")
 
     depth, window = config.variant.largest_lag, config.model.draft_options.window
@@ -47,9 +46,7 @@ def check(config: TrainConfig) -> None:
 
     has_held_out = config.evaluation.files is not None
     _require(has_held_out or not config.evaluation.keep_best, "evaluation.keep_best: needs evaluation.files")
-    # Real paths, so that a link to a training file does not pass as held-out data.
-    training_files, held_out_files = _real_files(config.data.files), _real_files(config.evaluation.files)
-    shared = sorted(held_out_files & training_files)
+    shared = sorted(_real_files(config.data.files) & _real_files(config.evaluation.files))
     _require(not shared, f"evaluation.files: {''.join(shared[:1])} is also in data.files; give files that do not train")
 
 
@@ -77,7 +74,7 @@ def _require(condition: bool, problem: str) -> None:
 
 
 def _real_files(files: list[str] | None) -> set[str]:
-    """The real paths of all data files that `files` names."""
+    """The paths of all data files, without links: a link to a training file must not pass as held-out data."""
     return {os.path.realpath(file) for file in data_files(files)} if files is not None else set()
 
 

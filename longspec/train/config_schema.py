@@ -86,7 +86,6 @@ DRAFT_DEFAULTS: dict[str, Any] = {
     for key in fields(ModelConfig)
     if key.name in (*OPTION_KEYS, "architecture_options")
 }
-"""The default values of the draft's options."""
 
 
 @dataclass(kw_only=True)
@@ -122,7 +121,6 @@ class VariantConfig:
 
     name: Literal["base", "sinkpi-slicing"]
     max_offset: Count
-    """Largest offset of anchor-offset positions."""
     depth: Count
     """Largest lag of sinkpi-slicing."""
 

@@ -20,10 +20,7 @@ T = TypeVar("T")
 
 
 def start_ranks() -> None:
-    """Join the process group: NCCL on GPUs, gloo on the CPU. A run without a launcher has one rank.
-
-    A rank that waits longer than WAIT_S seconds for the others logs a warning. Raises UserError if they do not connect.
-    """
+    """Join the process group: NCCL on GPUs, gloo on the CPU; one rank without a launcher. Raises UserError."""
     launched_ranks()  # checks the environment
     complete_environment()
     # Only inference uses DeepSpeed's CPU all-reduce, and compiling it takes half a minute.
@@ -76,20 +73,14 @@ class ReplicatedDraft:
 
 
 def keep_drafts_equal(draft: nn.Module) -> None:
-    """Average each gradient over the ranks that share a target.
-
-    These ranks compute the same gradients, but kernels with a nondeterministic order of summation round differently.
-    """
+    """Average each gradient over the ranks that share a target, because nondeterministic kernels round differently."""
     world = groups.get_model_parallel_world_size()
     for parameter in draft.parameters():
         parameter.register_hook(lambda gradient: sum_over_ranks(gradient.clone()).div_(world))
 
 
 def share_targets(tp_size: int) -> None:
-    """Form fairscale's groups of `tp_size` neighboring ranks that share a target and train on the same batch.
-
-    If the number of ranks is not a multiple of `tp_size`, all ranks end with an error (see `from_rank_zero`).
-    """
+    """Form groups of `tp_size` neighboring ranks, which share target and batch. Ends all ranks if some are left."""
 
     def check() -> None:
         if (ranks := dist.get_world_size()) % tp_size:
@@ -103,19 +94,13 @@ def share_targets(tp_size: int) -> None:
 
 
 def ignore_stop_signals(_: int) -> None:
-    """Worker initialization of the data loader.
-
-    Workers receive the signals of their process group, too, but the current step still needs them.
-    """
+    """For the loader's workers, which get the signals of their process group, too, while the step still needs them."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def rank_zero_first(build: Callable[[], T]) -> T:
-    """The result of `build()`, which runs on rank 0 first, so that the other ranks find its caches.
-
-    UserErrors on rank 0 end all ranks (see `from_rank_zero`).
-    """
+    """The result of `build()`, which runs on rank 0 first for its caches. Ends all ranks as `from_rank_zero` does."""
     built: list[T] = []
     from_rank_zero(lambda: built.append(build()))
     return built[0] if built else build()

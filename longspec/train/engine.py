@@ -78,7 +78,6 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
     vocabulary: the list of a fresh draft, LongTensor [Vd]; None for the whole vocabulary. Raises UserError if target or
     draft cannot be loaded, or if the list cannot be split over the ranks that share a target.
     """
-    # A fresh draft is drawn from this seed.
     torch.manual_seed(config.seed)
     load = pair_class(config.model._target_).from_pretrained
     with built_in_shards(config):
@@ -99,10 +98,7 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
 
 @contextmanager
 def built_in_shards(config: TrainConfig) -> Iterator[None]:
-    """Build targets in shards in this context, under ZeRO-3: rank 0 reads the weights, and no rank holds all of them.
-
-    With tensor parallelism each rank reads its own part instead, which the engine shards afterwards.
-    """
+    """Under ZeRO-3, build targets in shards: no rank holds all weights. Tensor parallelism splits them before."""
     sharded = config.deepspeed.zero_optimization["stage"] == 3 and config.tp_size == 1
     # Transformers keeps a weak reference to this object and builds in shards as long as it exists.
     setting = HfDeepSpeedConfig(engine_config(config)) if sharded else None
@@ -113,10 +109,7 @@ def built_in_shards(config: TrainConfig) -> Iterator[None]:
 
 
 def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
-    """The engine of a pair. Its optimizer holds the draft's parameters only, and `set_learning_rate` sets its rate.
-
-    If ranks share a target, only the engine of the first one writes checkpoints.
-    """
+    """The engine of a pair, which trains the draft only. Of ranks that share a target, the first writes checkpoints."""
     deepspeed_logger.setLevel(logging.WARNING)
     tp_rank, tp_size = model_parallel_rank_and_size()
     if tp_size > 1:
@@ -138,7 +131,6 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         # The optimizer multiplies the decay by the scaled rate.
         group["weight_decay"] = config.weight_decay / group["rate_scale"]
 
-    # The frozen target stays out of checkpoints.
     engine.module.register_state_dict_post_hook(_keep_draft)
     if tp_rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
@@ -149,10 +141,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
 
 
 def _use_kernels(module: Any, whole_target: bool) -> None:
-    """Run the target with Triton kernels where they run, and as CUDA graphs where possible.
-
-    whole_target: whether this rank holds all weights of the target.
-    """
+    """Run the target with Triton kernels where they run, and as CUDA graphs if this rank holds the `whole_target`."""
     weight = next(module.model.parameters())
     if backend_of(weight.device, weight.dtype).name != "triton":
         return
@@ -173,7 +162,6 @@ def _restore_rotary(target: Any) -> None:
     Some versions of transformers cast them when ZeRO-3 builds the target in shards, and old versions of DeepSpeed cast
     all buffers.
     """
-    # At position 100k, the rounding of bf16 exceeds a full turn of the fast frequencies.
     rotary = target.rotary_emb
     fresh = type(rotary)(target.config).to(rotary.inv_freq.device)
     for name, frequencies in fresh.named_buffers():
@@ -181,10 +169,7 @@ def _restore_rotary(target: Any) -> None:
 
 
 def _keep_draft(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-    """Remove the target from a state dict, in place.
-
-    DeepSpeed's `exclude_frozen_parameters` misses the second name of tied embeddings.
-    """
+    """Remove the target from a state dict, in place; DeepSpeed's option misses the second name of tied embeddings."""
     for name in [name for name in state if not name.startswith(DRAFT_PREFIX)]:
         del state[name]
 
@@ -199,9 +184,6 @@ def muon_scale(hidden_size: int) -> float:
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the learning rate of the next step.
-
-    It is set before each step, so that checkpoints need no schedule and a resumed run may have another length.
-    """
+    """Set the rate of the next step. Checkpoints then need no schedule, and a resumed run may have another length."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate * group["rate_scale"]

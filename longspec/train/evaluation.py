@@ -25,14 +25,9 @@ from longspec.train.positions import micro_step_generator
 
 
 def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
-    """The number of rows that an evaluation reads, 0 without held-out data.
-
-    Raises UserError if the rows are too short for a single chain.
-    """
+    """The rows of an evaluation, 0 without held-out data. Raises UserError if they are too short for a single chain."""
     if inputs.held_out is None:
         return 0
-
-    # A single row with a chain suffices, so the search stops at the first.
     count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
     depth = config.variant.largest_lag
     for row in range(count):
@@ -51,10 +46,7 @@ def evaluates_after(step: int, config: TrainConfig, total_steps: int) -> bool:
 
 
 def chain_roots(labels: Tensor, depth: int) -> Tensor:
-    """Where a chain can start, bool [B, T - depth].
-
-    The token and the `depth` tokens after it must be in the loss and in the same segment.
-    """
+    """Where a chain can start, bool [B, T - depth]: `depth` more tokens follow in the loss and in the same segment."""
     if labels.shape[1] <= depth:
         return labels.new_zeros(len(labels), 0, dtype=torch.bool)
     # The first token of a segment is never in the loss, so no run of labels crosses a border.
@@ -109,7 +101,6 @@ class Evaluation:
         sums = summed_by_name(row_sums)
         tokens, chains, correct = (sums.pop(name) for name in ("tokens", "chains", "correct"))
         means = {f"eval_{name}": value / tokens for name, value in sums.items()}
-        # The bonus token adds one to the correct tokens of each chain.
         means["eval_acceptance_length"] = 1 + correct / chains
         means["eval_seconds"] = time.perf_counter() - start
         return means
@@ -124,11 +115,9 @@ class Evaluation:
         if not exists:
             batch["labels"].fill_(IGNORED)
 
-        # Seeded by the row, not by the step or the rank: every evaluation draws the same offsets.
         generator = micro_step_generator(self.config.seed, row, 0)
         positions = batch_positions(batch, self.config.variant, self.inputs.max_positions, generator)
         segments = len(batch["cu_seqlens"]) - 1
-        # One pass of the target serves all lags.
         lags = torch.arange(1, self.config.variant.largest_lag + 1)[:, None].expand(-1, segments)
         results = self.engine(**engine_inputs(batch, positions, lags, DraftScores(self.loss), self.engine.device))
         terms_by_lag = [terms for terms, _ in results]

@@ -34,7 +34,6 @@ DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
 BEST = ("saving_best", "checkpoint-best")
 """Folders of the best draft: staged and current."""
 EARLIER = "checkpoint-earlier"
-"""Prefix of the folders with drafts of earlier runs."""
 REMOVED = ".removed"
 """Name of a folder while it is removed."""
 
@@ -116,10 +115,7 @@ def drafts(output: Path) -> list[Path]:
 
 
 def find_latest(output_dir: str | Path) -> tuple[Path, Marker] | None:
-    """The newest undamaged DeepSpeed state in an output folder; None if there is no state.
-
-    Logs a warning if newer ones are damaged. Raises UserError if all are damaged.
-    """
+    """The newest undamaged DeepSpeed state, with a warning if newer ones are damaged. Raises UserError if all are."""
     return _first_undamaged(states(Path(output_dir)), "checkpoint")
 
 

@@ -37,9 +37,7 @@ class Inputs:
 
     rows: RowDataset
     held_out: RowDataset | None
-    """Rows for the evaluation."""
     collate: Collator
-    """Function from items of `rows` to a micro-batch."""
     tokenizer: Any
     draft: dict[str, Tensor] | None
     """Draft weights of the previous stage; None for a fresh draft."""
@@ -104,7 +102,6 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
 def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
     """The draft of the previous stage, None for a fresh one. Raises UserError if it does not fit the target."""
-    # A draft fits only targets with the same heads, width and layers.
     config.model.draft_options.check_target(target, "config key model.kv_layers")
     if (size := config.model.draft_vocabulary) is not None and size >= target.vocab_size:
         raise UserError(
@@ -130,10 +127,7 @@ def _make_aligner(number: int, entry: Any) -> Aligner:
 
 
 def _special_tokens(config: TrainConfig, target: PreTrainedConfig, tokenizer: Any, chat_format: str) -> tuple[int, int]:
-    """The token that ends documents and answers, and that of padding, which is never in the loss.
-
-    Each is that of the configuration, the published one, or the target's own. Raises UserError.
-    """
+    """The tokens of EOS and padding: configured, published, or the target's own. Raises UserError."""
     name, own_pad = config.model_name_or_path, config.model.pad_token_id
     eos, pad = PUBLISHED_TARGETS.get(name, OWN_IDS)
     if config.eos_token_id is not None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,7 @@ from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
-"""File with one JSON line per step."""
 WANDB_START_S = 30
-"""Seconds that W&B may take to start."""
 WANDB_S = 60
 """Seconds that W&B may take to finish its upload. Files that are not uploaded stay for `wandb sync`."""
 
@@ -95,10 +94,7 @@ class RunLog:
             self._tell_wandb(lambda: self.wandb.finish())
 
     def _tell_wandb(self, tell: Callable[[], object]) -> None:
-        """Call W&B, and stop using it after an error.
-
-        It runs in its own process, which a SIGTERM to the process group ends early. No step depends on it.
-        """
+        """Call W&B, and stop using it after an error: a SIGTERM to the process group ends its own process early."""
         if self.wandb is None:
             return
         try:
@@ -126,7 +122,6 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    # A new run must not append to the metrics of another.
     if not last_step:
         names = (path.with_name(f"{path.stem}-earlier-{number}{path.suffix}") for number in count(1))
         path.rename(next(name for name in names if not name.exists()))
@@ -140,19 +135,14 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
 def _start_wandb(folder: Path, config: TrainConfig) -> Any:
     mode: Any = os.environ.get("WANDB_MODE") or config.wandb.mode
     settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_START_S, finish_timeout=WANDB_S)
-    arguments: dict[str, Any] = {
-        "project": config.wandb.project,
-        "name": folder.name,
-        "dir": folder,
-        "config": asdict(config),
-        "settings": settings,
-    }
+    names: dict[str, Any] = {"project": config.wandb.project, "name": folder.name, "dir": folder}
+    start = partial(wandb.init, **names, config=asdict(config), settings=settings)
     try:
         # Asks no question, and does not wait for the server.
         if mode == "auto" and not wandb.login(prompt=False, verify=False):
             logger.info("W&B: nobody is logged in, so this run is logged offline (`wandb login`, later `wandb sync`)")
             mode = "offline"
-        return wandb.init(mode="online" if mode == "auto" else mode, **arguments)
+        return start(mode="online" if mode == "auto" else mode)
     except (wandb.errors.CommError, wandb.errors.UsageError) as error:
         logger.warning("W&B: %s; this run is logged offline, in %s/wandb", first_line(error), folder)
-        return wandb.init(mode="offline", **arguments)
+        return start(mode="offline")

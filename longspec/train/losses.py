@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSES = ("ce", "distill", "mixed", "acceptance")
-"""The built-in losses."""
 
 TokenLoss = Callable[["Tensor", "Tensor | None", "Tensor"], "Tensor"]
 """(draft_logits, target_logits, labels) -> the loss of each token, [N], differentiable in draft_logits.

@@ -14,7 +14,6 @@ from longspec.models.content import Digests
 from longspec.replacing import replacing, sync
 
 MARKER = "complete.json"
-"""File name of the marker, the last file that a save writes."""
 
 
 @dataclass(frozen=True)

@@ -56,28 +56,19 @@ MUON_FROM = "0.19.8"
 
 
 def recipe_steps(rows: int, rows_per_step: int) -> int:
-    """Number of steps over `rows` rows: EPOCHS epochs, or up to MOST_EPOCHS while that is less than ENOUGH_STEPS steps.
-
-    At most MOST_STEPS.
-    """
+    """EPOCHS epochs, or up to MOST_EPOCHS while that is less than ENOUGH_STEPS steps; at most MOST_STEPS steps."""
     epoch = rows / rows_per_step
     return min(MOST_STEPS, math.ceil(max(EPOCHS * epoch, min(ENOUGH_STEPS, MOST_EPOCHS * epoch))))
 
 
 def muon_fits(zero: Mapping[str, Any], torch_dtype: str, tp_size: int) -> bool:
-    """Whether DeepSpeed clips the gradient with Muon. In other settings it clips Muon's update, of constant norm.
-
-    zero: the section `deepspeed.zero_optimization`.
-    """
+    """Whether DeepSpeed clips the gradient with Muon. With other settings, it clips the update, of constant norm."""
     plain = zero.get("stage") == 1 and not zero.get("offload_optimizer") and tp_size == 1
     return plain and torch_dtype == "bfloat16"
 
 
 def set_auto_values(run: TrainConfig, keys: Sequence[str], ranks: int | None = None) -> None:
-    """Set `keys` of `run`, which are `auto`, in place. Reads the target's config.json. Raises UserError.
-
-    ranks: their number; None for that of this process's launch.
-    """
+    """Set the `keys` that are `auto`, in place. Reads the target's config.json. ranks: as of `load_config`."""
     if not keys:
         return
     checkpoint = Path(run.model_name_or_path) / TRAINING_CONFIG_NAME
@@ -117,7 +108,6 @@ def auto_value(key: str, run: TrainConfig, target: PreTrainedConfig, fresh: bool
         case "learning_rate":
             return float(f"{RATES.get(run.optimizer, RATES['adamw']) * math.sqrt(576 / width):.2g}")
         case "per_device_train_batch_size":
-            # As many rows as the device's memory allows.
             memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
             tokens = int(UNITS_PER_BYTE * memory / width)
             return _power_of_two(min(tokens // run.data.max_length, _rows_per_rank(run, ranks)))

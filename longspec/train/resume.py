@@ -49,7 +49,6 @@ class Start:
 
 
 FRESH = Start(Run())
-"""The start of a run without checkpoints."""
 
 
 def where_to_start(config: TrainConfig, target: str) -> Start:
@@ -88,10 +87,7 @@ def where_to_start(config: TrainConfig, target: str) -> Start:
 
 
 def contents_of(config: TrainConfig, target: str) -> Contents:
-    """The digests of a run's data and of `target`, a folder or hub id. Reads all of the data.
-
-    Raises UserError for missing files.
-    """
+    """The digests of a run's data, all of which is read, and of `target`. Raises UserError for missing files."""
     sets = (config.data.files, config.evaluation.files)
     data, held_out = (content_digests(files) if files else [] for files in sets)
     return Contents(data, held_out, target_digests(target, read_config(target)))
@@ -140,8 +136,7 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
     """
     saved, marker = read_config_file(folder / CONFIG_NAME), marker_of(folder)
     values = {key: (attrgetter(key)(saved), attrgetter(key)(config)) for key in RESUMED_KEYS}
-    # This number fixes which rows each step trains on.
-    values["rows per step"] = _rows_per_step(saved, marker.world_size), _rows_per_step(config, world_size)
+    values["rows per step"] = rows_per_step(saved, marker.world_size), rows_per_step(config, world_size)
     problems = [f"{key} was {old}, is {new}" for key, (old, new) in values.items() if old != new]
     if problems := problems + changes(marker.run.contents, contents):
         raise UserError(f"config key resume: {folder} is of another run: {'; '.join(problems)}; make them equal")
@@ -155,7 +150,6 @@ def changes(saved: Contents, current: Contents) -> list[str]:
     }
     differences = []
     for key, (old, new) in lists.items():
-        # Equal digests in order are the same data, which may have moved.
         pairs = (pair for pair in zip_longest(old, new, fillvalue=("no file", "")) if pair[0][1] != pair[1][1])
         for before, now in islice(pairs, 1):
             differences.append(f"{key}: the contents changed, was {' '.join(before)}, is {' '.join(now)}")
@@ -181,10 +175,7 @@ def steps_over(config: TrainConfig, rows: int, batch: int) -> int:
     return recipe_steps(rows, batch) if epochs is None else math.ceil(epochs * rows / batch)
 
 
-def rows_per_step(config: TrainConfig) -> int:
-    """Rows per optimizer step, over all ranks."""
-    return _rows_per_step(config, data_parallel_rank_and_size()[1])
-
-
-def _rows_per_step(config: TrainConfig, world_size: int) -> int:
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size
+def rows_per_step(config: TrainConfig, world_size: int | None = None) -> int:
+    """Rows per optimizer step, over all ranks. world_size: None for the ranks of this launch."""
+    ranks = data_parallel_rank_and_size()[1] if world_size is None else world_size
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks

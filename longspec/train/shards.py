@@ -85,14 +85,10 @@ class Shards:
         return next(int(state["step"]) for state in self._states(self.ranks[0]) if "step" in state)
 
     def parameters(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Name and fp32 tensor of each parameter that has state of `kind`: MASTERS or the name of a moment.
-
-        Names are without the prefix `draft_model.`. Tensors have the parameter's shape and are on the CPU.
-        """
+        """Unprefixed name and fp32 tensor, on the CPU, of each parameter with state of `kind`: MASTERS or a moment."""
         pieces = self._zero3_pieces(kind) if self.is_zero3 else self._concatenated_pieces(kind)
         for name, shape in self.shapes.items():
             if name in pieces:
-                # ZeRO-3 pads the last piece.
                 yield name, torch.cat(pieces[name])[: shape.numel()].view(shape)
 
     def _concatenated_pieces(self, kind: str) -> dict[str, list[Tensor]]:
@@ -109,7 +105,6 @@ class Shards:
 
     def _zero3_pieces(self, kind: str) -> dict[str, list[Tensor]]:
         """The pieces of each parameter in order of rank, under ZeRO-3; {} if there is no state of `kind`."""
-        # Equal pieces per rank; the last one is padded to the same length.
         lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
         pieces: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         for rank in self.ranks:

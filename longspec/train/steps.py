@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -30,34 +31,29 @@ SLOW_STEP_S = 20
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class OptimizerSteps:
     """The optimizer steps of a run on this rank. All ranks take each step together."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Any,
-        inputs: Inputs,
-        objective: DraftLoss,
-        sampler: ResumableSampler,
-        total_steps: int,
-    ) -> None:
-        """sampler: the rows of this rank's micro-batches. total_steps: the end of the learning rate's schedule."""
-        self.config = config
-        self.engine = engine
-        self.inputs = inputs
-        self.objective = objective
-        self.sampler = sampler
-        self.accumulation = config.gradient_accumulation_steps
-        self.first_step = sampler.start // self.accumulation + 1
-        self.learning_rate_factor = cosine_with_warmup(total_steps, config.warmup_ratio)
-        self.arrays: Arrays = iter(())
-        self.micro_batches: list[Batch] = []
-        """Data of the next step on this rank; empty after the last one."""
-        self.first_inputs: EngineInputs | None = None
-        """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
-        self.wait_s = 0.0
-        """Seconds spent waiting for the loader."""
+    config: TrainConfig
+    engine: Any
+    inputs: Inputs
+    objective: DraftLoss
+    sampler: ResumableSampler
+    """The rows of this rank's micro-batches."""
+    total_steps: int
+    """The end of the learning rate's schedule."""
+    arrays: Arrays = field(init=False)
+    micro_batches: list[Batch] = field(default_factory=list)
+    """Data of the next step on this rank; empty after the last one."""
+    first_inputs: EngineInputs | None = None
+    """Inputs of the first micro-batch. They are prepared early, because its target pass may start early."""
+    wait_s: float = 0.0
+    """Seconds spent waiting for the loader."""
+
+    def __post_init__(self) -> None:
+        self.accumulation = self.config.gradient_accumulation_steps
+        self.learning_rate_factor = cosine_with_warmup(self.total_steps, self.config.warmup_ratio)
 
     def start(self, step: int, arrays: Arrays) -> None:
         """Load the data of `step`. The steps take theirs from `arrays` until it ends."""
@@ -67,7 +63,6 @@ class OptimizerSteps:
     def load(self, step: int) -> None:
         """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
         start = time.perf_counter()
-        # Waits if the loader's workers are slower than training.
         arrays = list(islice(self.arrays, self.accumulation))
         self.wait_s = time.perf_counter() - start
         # Shares memory with the arrays; nothing is copied.
@@ -110,16 +105,12 @@ class OptimizerSteps:
         # A fraction, because epochs end within a step.
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
-        # Waiting shows that the loader is slower than training.
         return {**metrics, "seconds": time.perf_counter() - start, "data_seconds": self.wait_s}
 
     def run_micro_batches(
         self, step: int, loss_scale: float, termination: Termination
     ) -> list[dict[str, Tensor]] | None:
-        """Forward and backward of each micro-batch; the engine updates the draft after the last one.
-
-        Returns the terms of each micro-batch's loss; None after a request to stop.
-        """
+        """Forward and backward of each micro-batch, and the update. Returns the terms; None after a request to stop."""
         terms: list[dict[str, Tensor]] = []
         micro_batches, inputs = self.micro_batches, self.first_inputs
         start = time.perf_counter()
@@ -134,7 +125,7 @@ class OptimizerSteps:
             self.engine.backward(loss * loss_scale)
             terms.append(micro_batch_terms)
             step_s = (time.perf_counter() - start) * self.accumulation
-            if step == self.first_step and index == 0 and step_s > SLOW_STEP_S:
+            if micro_step == self.sampler.start and step_s > SLOW_STEP_S:
                 logger.info("a step has %d micro-batches and takes about %.0f s", self.accumulation, step_s)
 
             # The device is still busy, so preparing the next micro-batch here costs no time. Its target pass does not
@@ -158,20 +149,13 @@ class OptimizerSteps:
         return training_inputs(batch, self.config, limit, draft, objective, device, micro_step, rank)
 
     def forward(self, micro_step: int, inputs: EngineInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss of a micro-batch and its terms.
-
-        Torch's generators are seeded by `micro_step`, so random operations do not depend on the steps before.
-        """
-        # Dropout and the like would otherwise depend on how often the run was resumed.
+        """The summed loss of a micro-batch and its terms. Seeds torch's generators, also in a resumed run."""
         torch.manual_seed(micro_step_generator(self.config.seed, micro_step, self.sampler.rank).initial_seed())
         result = self.engine(**inputs)
         return weighted_sum(result, self.engine.module.draft_model) if isinstance(result, list) else result
 
     def start_target_pass(self, inputs: EngineInputs) -> None:
-        """Start the target's pass over the next micro-batch, if the target runs as a CUDA graph.
-
-        The graph of a small target runs in parallel to the optimizer, which uses only part of the device.
-        """
+        """Start the next target pass, if it is a CUDA graph. A small target's runs in parallel to the optimizer."""
         target_pass = self.engine.module.target_pass
         if target_pass is None:
             return

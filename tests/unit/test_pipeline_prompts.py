@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,9 @@ from longspec.pipeline import prompts, sources
 from longspec.pipeline.files import answers_file, read_jsonl
 from longspec.pipeline.prompts import Makers, write_prompts
 from longspec.pipeline.settings import CodeSettings, load_settings
-from longspec.pipeline.sources import (
-    SPLITS,
-    SourceFile,
-    Texts,
-    read_code,
-    read_own,
-    read_texts,
-    sample_files,
-    split_of,
-)
+from longspec.pipeline.sources import SourceFile, Texts, read_code, read_own, read_texts, sample_files, split_of
 from longspec.pipeline.target import CHAT_FORMAT, TargetText
+from longspec.regenerate.settings import SPLITS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +46,8 @@ def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task
     chats = [
         [{"role": "user", "content": f"{n} " * 20}, {"role": "assistant", "content": "yes " * 15}] for n in range(20)
     ]
-    makers = Makers(target, read_texts(str(texts), None, "train"), code_files(6), chats, "train")
+    own = replace(read_texts(str(texts), None, "train"), code=code_files(6), chats=chats)
+    makers = Makers(target, own, "train")
     records = list(makers.records(task, [length] * 6, random.Random(0)))
     assert len(records) == 6 and len({record["id"] for record in records}) == 6
     for record in records:
@@ -62,7 +56,7 @@ def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task
 
 
 def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> None:
-    makers = Makers(target, read_texts(str(texts), None, "test"), code_files(3), [], "test")
+    makers = Makers(target, replace(read_texts(str(texts), None, "test"), code=code_files(3)), "test")
     (code,) = makers.records("lcc", [600], random.Random(0))
     before, after = TASKS["lcc"].prompt.split("{context}")
     assert code["prefix"].startswith(before) and code["prefix"].endswith(after)
@@ -159,7 +153,7 @@ def test_the_users_prompts_are_split_by_their_text(
     assert "--text: left out: 1 prompts not of at most" in capsys.readouterr().out
     contents = {split: {record["messages"][-1]["content"] for record in own[split]} for split in SPLITS}
     assert all(contents.values()) and len(set().union(*contents.values())) == sum(map(len, contents.values())) == 100
-    makers = Makers(target, Texts(own=own["test"]), [], [], "test")
+    makers = Makers(target, Texts(own=own["test"]), "test")
     (record,) = makers.records("own", [0], random.Random(0))
     assert record["messages"][-1]["content"] in contents["test"]
     settings.prompts.contexts = [1, 5]
