@@ -8,7 +8,7 @@ from typing import Any
 
 from longspec.chat_template import template_text
 from longspec.data.aligners import ROLES, Turn, as_turns, common_form_aligner
-from longspec.data.lines import Files, data_files, text_lines
+from longspec.data.lines import Files, data_files
 from longspec.data.record_fields import check_sampling, unread_fields
 from longspec.data.records import (
     KINDS,
@@ -52,11 +52,18 @@ class PromptFiles:
         paths = data_files(files)
         self.digests = dict(zip(paths, file_digests(paths), strict=True))
         self.unread: set[str] = set()
-        self.lines = [line for path in paths for line in text_lines(path)]
-        for line in self.lines:
-            # Converted once only for its errors; as objects, the records would take several times the memory.
-            with located(*line[:2]):
-                _prompts(parse_record(*line), self.unread)
+        self.lines: list[tuple[str, int, int, int]] = []
+        """File, line number from 1, byte offset and number of bytes of each record."""
+        for path in paths:
+            start = 0
+            with open(path, "rb") as handle:
+                for number, raw in enumerate(handle, 1):
+                    if raw.strip():
+                        # Converted once only for its errors; the text is read again when it is needed.
+                        with located(path, number):
+                            _prompts(parse_record(path, number, raw), self.unread)
+                        self.lines.append((path, number, start, len(raw)))
+                    start += len(raw)
         if not self.lines:
             raise UserError(f"no record in {', '.join(self.digests)}: all lines are blank")
 
@@ -73,20 +80,23 @@ class PromptFiles:
         """
         rejected = [] if rejected is None else rejected
         prompts = []
-        for line in self.lines[start:end]:
+        for path, number, offset, _ in self.lines[start:end]:
+            with open(path, "rb") as handle:
+                handle.seek(offset)
+                record = parse_record(path, number, handle.readline())
             # One record can hold several articles, and so several prompts.
-            for prompt in _prompts(parse_record(*line)):
+            for prompt in _prompts(record):
                 try:
                     if prompt.turns:
                         prompt = replace(prompt, text=conversation_text(prompt.turns, family, tokenizer, chat_format))
                     prompts.append(prompt)
                 except RecordError as error:
-                    rejected.append(f"{line[0]}, line {line[1]}: {error}")
+                    rejected.append(f"{path}, line {number}: {error}")
         return prompts
 
     def size(self, start: int, end: int) -> int:
         """The number of bytes of records `start` … `end` - 1."""
-        return sum(len(raw) for *_, raw in self.lines[start:end])
+        return sum(size for *_, size in self.lines[start:end])
 
 
 def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePrompt]:
