@@ -1,36 +1,33 @@
-"""Prompt lookup and lookup branches against a plain search, row by row."""
+"""Prompt lookup, lookup branches and simulated rounds of lookup against plain searches, row by row."""
 
 import math
 import os
+from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from longspec.inference.drafting.lookup import (
-    BRANCH_SIZES,
-    LONGEST_MATCH,
-    PRIOR_WEIGHT,
-    PRIORS,
-    LookupBranches,
-    LookupDrafter,
-    TokenHistory,
-)
+from longspec.inference.adaptive import lookup_trace
+from longspec.inference.adaptive.lookup_trace import LookupTraces
+from longspec.inference.drafting import lookup
+from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import LookupState
 
 GAMMA, POSITIONS = 4, 64
 
 
-def plain_search(tokens: list[int]) -> list[int]:
-    """What is known to follow the latest of the places that match the end of `tokens` furthest."""
+def plain_search(tokens: list[int], count: int = GAMMA) -> list[int]:
+    """Up to `count` tokens known to follow the latest of the places that match the end of `tokens` furthest."""
     best, following = 0, []
     for place in range(len(tokens) - 1):
         length = 0
-        while length < LONGEST_MATCH and place - length >= 0 and tokens[place - length] == tokens[-1 - length]:
+        while length < lookup.LONGEST_MATCH and place - length >= 0 and tokens[place - length] == tokens[-1 - length]:
             length += 1
         if length and length >= best:
-            best, following = length, tokens[place + 1 : place + 1 + GAMMA]
+            best, following = length, tokens[place + 1 : place + 1 + count]
     return following
 
 
@@ -84,8 +81,8 @@ class PlainBranches:
     """The branches of one row, from lists of tokens."""
 
     def __init__(self, depth: int) -> None:
-        self.sizes = [min(size, depth) for size in BRANCH_SIZES]
-        self.hits, self.trials = [0] * len(PRIORS), [0] * len(PRIORS)
+        self.sizes = [min(size, depth) for size in lookup.BRANCH_SIZES]
+        self.hits, self.trials = [0] * len(lookup.PRIORS), [0] * len(lookup.PRIORS)
         self.former: list[tuple[int, list[int]]] = []
         self.known = 0
 
@@ -93,7 +90,7 @@ class PlainBranches:
         """Tokens and log-probabilities of each branch after `tokens`; counts the former ones."""
         for length, branch in self.former:
             for number, (token, truth) in enumerate(zip(branch, tokens[self.known :], strict=False)):
-                bucket = min(length + number, len(PRIORS)) - 1
+                bucket = min(length + number, len(lookup.PRIORS)) - 1
                 self.trials[bucket] += 1
                 self.hits[bucket] += token == truth
                 if token != truth:
@@ -101,7 +98,7 @@ class PlainBranches:
         matches = []
         for place in range(len(tokens) - 1):
             length = 0
-            while length < len(PRIORS) and length <= place and tokens[place - length] == tokens[-1 - length]:
+            while length < len(lookup.PRIORS) and length <= place and tokens[place - length] == tokens[-1 - length]:
                 length += 1
             matches.append((length, place))
         self.former, self.known, found, taken = [], len(tokens), [], set()
@@ -112,8 +109,11 @@ class PlainBranches:
             after = tokens[place + 1 :]
             branch = [after[number % len(after)] for number in range(size)]
             taken.add(branch[0])
-            buckets = [min(length + number, len(PRIORS)) - 1 for number in range(size)]
-            rates = [(self.hits[b] + PRIOR_WEIGHT * PRIORS[b]) / (self.trials[b] + PRIOR_WEIGHT) for b in buckets]
+            buckets = [min(length + number, len(lookup.PRIORS)) - 1 for number in range(size)]
+            rates = [
+                (self.hits[b] + lookup.PRIOR_WEIGHT * lookup.PRIORS[b]) / (self.trials[b] + lookup.PRIOR_WEIGHT)
+                for b in buckets
+            ]
             found.append((branch, [sum(map(math.log, rates[: number + 1])) for number in range(size)]))
             self.former.append((length, branch))
         return found
@@ -142,7 +142,7 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
             from longspec.kernels.triton import lookup_branches
 
             monkeypatch.setattr(lookup_branches, "CHUNK", 64)
-            lookup_branches.extend_branches(twin, root, root_at.int(), branches.sizes, PRIOR_WEIGHT)
+            lookup_branches.extend_branches(twin, root, root_at.int(), branches.sizes, lookup.PRIOR_WEIGHT)
             for mine, reference in zip(twin, branches.state, strict=True):
                 where = twin.match_lengths > 0 if mine is twin.tokens else ...
                 torch.testing.assert_close(mine[where], reference[where])
@@ -162,3 +162,78 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     assert seen > 40 and branches.state.trials.sum() > 40
     branches.start(text[:, :40], torch.tensor(lengths))
     assert not branches.state.trials.any() and not branches.state.match_lengths.any()
+
+
+DEPTHS = (4, 15)
+
+
+class Mean:
+    """A `TrackedMeans` of one mean, in Python numbers."""
+
+    def __init__(self, value: float, weight: float) -> None:
+        self.value = self.recent = value
+        self.weight = self.recent_weight = weight
+        self.variance = 1.0
+
+    def add(self, observation: float) -> None:
+        self.weight = min(self.weight + 1, lookup_trace.LONG_MEMORY)
+        deviation = observation - self.value
+        self.value += deviation / self.weight
+        self.variance += (deviation * (observation - self.value) - self.variance) / self.weight
+        self.recent_weight = min(self.recent_weight + 1, lookup_trace.SHORT_MEMORY)
+        self.recent += (observation - self.recent) / self.recent_weight
+        error = max(self.variance, lookup_trace.LEAST_VARIANCE) * (1 / self.weight + 1 / self.recent_weight)
+        if abs(self.recent - self.value) > lookup_trace.SIGNIFICANCE * math.sqrt(error):
+            self.value, self.weight = self.recent, min(self.recent_weight, lookup_trace.RESTART_WEIGHT)
+
+
+class PlainTrace:
+    """One row of `LookupTraces`."""
+
+    def __init__(self, prompt: list[int], first_token: int) -> None:
+        self.tokens = [*prompt, first_token]
+        self.means = [Mean(1.2, 4.0) for _ in DEPTHS]
+        self.chains = [self.following()[:depth] for depth in DEPTHS]
+        self.matched = [0 for _ in DEPTHS]
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.tokens.append(token)
+            for number, depth in enumerate(DEPTHS):
+                if self.chains[number][self.matched[number] :][:1] == [token]:
+                    self.matched[number] += 1
+                else:
+                    self.means[number].add(self.matched[number] + 1)
+                    self.chains[number], self.matched[number] = self.following()[:depth], 0
+
+    def following(self) -> list[int]:
+        return plain_search(self.tokens, max(DEPTHS))
+
+
+@pytest.mark.parametrize("vocab", [2, 6, 300])
+def test_arrays_over_rows_give_what_a_loop_over_tokens_gives(vocab: int) -> None:
+    """To the bit. Rows get different numbers of tokens, some have none, and some begin a new text."""
+    random = Random(vocab)
+    traces = LookupTraces(5, 800, DEPTHS, 1.2, 4.0)
+    plain: dict[int, PlainTrace] = {}
+
+    def token(row: int) -> int:
+        """Half of the text continues what it copies."""
+        text = plain[row].tokens
+        return text[len(text) // 3] if random.random() < 0.5 else random.randrange(vocab)
+
+    for step in range(300):
+        for row in range(5):
+            if step == 0 or random.random() < 0.01:
+                prompt = [random.randrange(vocab) for _ in range(random.randrange(1, 30))]
+                traces.start(row, np.array(prompt), 1)
+                plain[row] = PlainTrace(prompt, 1)
+        rows = np.array(random.sample(range(5), random.randrange(1, 6)))
+        tokens = np.array([[token(row) for _ in range(6)] for row in rows.tolist()])
+        counts = np.array([random.choice((0, 1, 1, 2, 6)) for _ in rows])
+        traces.extend(rows, tokens, counts)
+        for row, own, count in zip(rows.tolist(), tokens.tolist(), counts.tolist(), strict=True):
+            plain[row].extend(own[:count])
+        values = [[plain[row].means[number].value for row in range(5)] for number in range(len(DEPTHS))]
+        assert traces.means.values.tolist() == values
+        assert traces.lengths.tolist() == [len(plain[row].tokens) for row in range(5)]
