@@ -6,8 +6,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,28 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and request.node.get_closest_marker("kernel") and "TRITON_INTERPRET" not in os.environ:
         pytest.skip("needs interpreter")
     return request.param
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls a command that must refuse its arguments; the error, which is all that it says."""
+
+    def refusal(main: Callable[..., Any], *arguments: Any) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(*arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and line.startswith("error: ")
+        return line
+
+    return refusal
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder for this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "longspec"
 
 
 @pytest.fixture

@@ -39,9 +39,6 @@ def published_weights(layer: str = "midlayer") -> dict[str, Tensor]:
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "norm.weight": (HIDDEN,),
         "lm_head.weight": (LISTED, HIDDEN),
-        f"{layer}.hidden_norm.weight": (HIDDEN,),
-        f"{layer}.input_layernorm.weight": (HIDDEN,),
-        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
         f"{layer}.self_attn.q_proj.weight": (HIDDEN, 2 * HIDDEN),
         f"{layer}.self_attn.k_proj.weight": (kv, 2 * HIDDEN),
         f"{layer}.self_attn.v_proj.weight": (kv, 2 * HIDDEN),
@@ -50,12 +47,10 @@ def published_weights(layer: str = "midlayer") -> dict[str, Tensor]:
         f"{layer}.mlp.up_proj.weight": (WIDTH, HIDDEN),
         f"{layer}.mlp.down_proj.weight": (HIDDEN, WIDTH),
     }
-    weights = {
-        name: torch.rand(shape, generator=generator) + 0.5
-        if len(shape) == 1
-        else 0.3 * torch.randn(shape, generator=generator)
-        for name, shape in shapes.items()
-    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes |= {f"{layer}.{norm}.weight": (HIDDEN,) for norm in norms}
+    weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    weights |= {name: weight + 1 for name, weight in weights.items() if weight.ndim == 1}
     listed = torch.randperm(VOCAB, generator=generator)[:LISTED].sort().values
     return weights | vocabulary_maps(listed, VOCAB)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from inspect import getattr_static
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from longspec.kernels.shared.tree import Branches, Draws, SelectedNodes, Tree
 from longspec.kernels.torch import acceptance as torch_acceptance
 
 follow, reject, accept = acceptance.follow, acceptance.reject, acceptance.accept
+grow, select, noise = Backend.grow_level, Backend.select_nodes, Backend.row_noise
+choose, chain, read = Sampler.choose, chain_drafting.chain, Nodes.read
+append, start = PenaltyRows.append, PenaltyRows.start
 Patch = pytest.MonkeyPatch
 
 
@@ -35,95 +39,79 @@ class Fault:
     """Sampling options without which the fault has no effect."""
 
 
-def probabilities_by_node_number(patch: Patch) -> None:
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
+    """Turns a faulty function into the `plant` that puts it in the place of `owner.name`."""
+
+    def planted(faulty: Any) -> Callable[[Patch], None]:
+        is_static = isinstance(getattr_static(owner, name), staticmethod)
+        return lambda patch: patch.setattr(owner, name, staticmethod(faulty) if is_static else faulty)
+
+    return planted
+
+
+@in_place_of(acceptance, "follow")
+def probabilities_by_node_number(proposal: Proposal, choice: Tensor, *backend: Any) -> Accepted:
     """The target's choice at node number d is used for every node at depth d."""
-
-    def faulty(proposal: Proposal, choice: Tensor, *backend: Any) -> Accepted:
-        return follow(proposal, choice[:, proposal.levels], *backend)
-
-    patch.setattr(acceptance, "follow", faulty)
+    return follow(proposal, choice[:, proposal.levels], *backend)
 
 
-def top_k_children_as_samples(patch: Patch) -> None:
+@in_place_of(Backend, "grow_level")
+def top_k_children_as_samples(
+    tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor, draws: Draws, *_: object
+) -> None:
     """The draft's most probable children are accepted with min(1, p/q), as if they had been sampled from q."""
-
-    def faulty(
-        tree: Tree, above: slice, width: int, logits: Tensor, temperature: Tensor, draws: Draws, *_: object
-    ) -> None:
-        draws.q.copy_(Backend.softmax(logits, temperature))
-        grow(tree, above, width, logits, temperature)
-
-    grow = Backend.grow_level
-    patch.setattr(Backend, "grow_level", staticmethod(faulty))
+    draws.q.copy_(Backend.softmax(logits, temperature))
+    grow(tree, above, width, logits, temperature)
 
 
-def siblings_out_of_order(patch: Patch) -> None:
+@in_place_of(Backend, "grow_level")
+def siblings_out_of_order(tree: Tree, above: slice, width: int, *args: Any) -> None:
     """Siblings are tried in the reverse of the order in which they were sampled."""
-    grow = Backend.grow_level
-
-    def faulty(tree: Tree, above: slice, width: int, *args: Any) -> None:
-        grow(tree, above, width, *args)
-        here = slice(above.stop, above.stop + width)
-        for values in (tree.tokens, tree.parents, tree.scores, tree.arrivals):
-            values[:, here] = values[:, here].flip(1)
-        tree.visible[:, here, : above.stop] = tree.visible[:, here, : above.stop].flip(1)
-
-    patch.setattr(Backend, "grow_level", staticmethod(faulty))
+    grow(tree, above, width, *args)
+    here = slice(above.stop, above.stop + width)
+    for values in (tree.tokens, tree.parents, tree.scores, tree.arrivals):
+        values[:, here] = values[:, here].flip(1)
+    tree.visible[:, here, : above.stop] = tree.visible[:, here, : above.stop].flip(1)
 
 
-def selection_sees_the_targets_draw(patch: Patch) -> None:
+@in_place_of(acceptance, "follow")
+def selection_sees_the_targets_draw(proposal: Proposal, choice: Tensor, *backend: Any) -> Accepted:
     """A node is verified only if the token that the target draws after it is not token 0."""
-
-    def faulty(proposal: Proposal, choice: Tensor, *backend: Any) -> Accepted:
-        return follow(replace(proposal, parents=proposal.parents.where(choice != 0, -1)), choice, *backend)
-
-    patch.setattr(acceptance, "follow", faulty)
+    return follow(replace(proposal, parents=proposal.parents.where(choice != 0, -1)), choice, *backend)
 
 
-def siblings_reordered_before_selection(patch: Patch) -> None:
+@in_place_of(Backend, "select_nodes")
+def siblings_reordered_before_selection(tree: Tree, levels: Tensor, *args: Any, **kwargs: Any) -> SelectedNodes:
     """The nodes of a level are reversed after they were drawn, before some of them are selected."""
-    select = Backend.select_nodes
-
-    def faulty(tree: Tree, levels: Tensor, *args: Any, **kwargs: Any) -> SelectedNodes:
-        order = torch.cat([(levels == level).nonzero()[:, 0].flip(0) for level in range(int(levels.max()) + 1)])
-        parents = tree.parents[:, order]
-        reordered = Tree(
-            tree.tokens[:, order],
-            order.argsort()[parents.clamp(min=0)].where(parents >= 0, -1),
-            tree.visible[:, order][:, :, order],
-            tree.scores[:, order],
-            tree.arrivals[:, order],
-        )
-        selected = select(reordered, levels, *args, **kwargs)
-        return selected._replace(wide=order[selected.wide])
-
-    patch.setattr(Backend, "select_nodes", staticmethod(faulty))
+    order = torch.cat([(levels == level).nonzero()[:, 0].flip(0) for level in range(int(levels.max()) + 1)])
+    parents = tree.parents[:, order]
+    reordered = Tree(
+        tree.tokens[:, order],
+        order.argsort()[parents.clamp(min=0)].where(parents >= 0, -1),
+        tree.visible[:, order][:, :, order],
+        tree.scores[:, order],
+        tree.arrivals[:, order],
+    )
+    selected = select(reordered, levels, *args, **kwargs)
+    return selected._replace(wide=order[selected.wide])
 
 
-def samples_selected_by_probability(patch: Patch) -> None:
+@in_place_of(Backend, "select_nodes")
+def samples_selected_by_probability(tree: Tree, *args: Any, **kwargs: Any) -> SelectedNodes:
     """Sampled nodes are selected by the probability of their paths instead of their arrival."""
-    select = Backend.select_nodes
-
-    def faulty(tree: Tree, *args: Any, **kwargs: Any) -> SelectedNodes:
-        return select(tree._replace(arrivals=-tree.scores), *args, **kwargs)
-
-    patch.setattr(Backend, "select_nodes", staticmethod(faulty))
+    return select(tree._replace(arrivals=-tree.scores), *args, **kwargs)
 
 
-def branches_admitted_by_the_draws(patch: Patch) -> None:
+@in_place_of(Backend, "select_nodes")
+def branches_admitted_by_the_draws(
+    tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
+) -> SelectedNodes:
     """A lookup branch takes part only if its first token was sampled below the root."""
-    select = Backend.select_nodes
-
-    def faulty(
-        tree: Tree, levels: Tensor, nodes: int, by_arrival: bool, branches: Branches | None = None
-    ) -> SelectedNodes:
-        if branches is not None:
-            children = tree.tokens.where(tree.parents == 0, -1)
-            drawn = (children[:, None] == branches.tokens[..., :1]).any(2, keepdim=True)
-            branches = branches._replace(scores=branches.scores.where(drawn, -torch.inf))
-        return select(tree, levels, nodes, by_arrival, branches)
-
-    patch.setattr(Backend, "select_nodes", staticmethod(faulty))
+    if branches is not None:
+        children = tree.tokens.where(tree.parents == 0, -1)
+        drawn = (children[:, None] == branches.tokens[..., :1]).any(2, keepdim=True)
+        branches = branches._replace(scores=branches.scores.where(drawn, -torch.inf))
+    return select(tree, levels, nodes, by_arrival, branches)
 
 
 def no_renormalization(patch: Patch) -> None:
@@ -136,63 +124,43 @@ def resampling_from_p(patch: Patch) -> None:
     patch.setattr(torch_acceptance, "_residual", lambda p, q, ratio: p)
 
 
-def temperature_left_out(patch: Patch) -> None:
+@in_place_of(rounds, "accept")
+def temperature_left_out(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
     """The target's logits are not divided by the temperature."""
-
-    def faulty(proposal: Proposal, logits: Tensor, sampler: Sampler, *_: object) -> Accepted:
-        return accept(proposal, logits * per_row(sampler.temperature, logits).float(), sampler)
-
-    patch.setattr(rounds, "accept", faulty)
+    return accept(proposal, logits * per_row(sampler.temperature, logits).float(), sampler)
 
 
-def greedy_first_token(patch: Patch) -> None:
+@in_place_of(Sampler, "choose")
+def greedy_first_token(self: Sampler, logits: Tensor, *watch: Any) -> Tensor:
     """The first token after prefill is the argmax."""
-    choose = Sampler.choose
-
-    def faulty(self: Sampler, logits: Tensor, *watch: Any) -> Tensor:
-        return logits.argmax(-1) if logits.dim() == 2 else choose(self, logits, *watch)
-
-    patch.setattr(Sampler, "choose", faulty)
+    return logits.argmax(-1) if logits.dim() == 2 else choose(self, logits, *watch)
 
 
-def threshold_off_by_one_depth(patch: Patch) -> None:
+@in_place_of(acceptance, "reject")
+def threshold_off_by_one_depth(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
     """A token is compared with the target's distribution for the position after it."""
-
-    def faulty(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
-        return reject(proposal, q, torch.cat([p[:, 1:], p[:, -1:]], 1), sampler)
-
-    patch.setattr(acceptance, "reject", faulty)
+    return reject(proposal, q, torch.cat([p[:, 1:], p[:, -1:]], 1), sampler)
 
 
-def one_token_too_many(patch: Patch) -> None:
+@in_place_of(acceptance, "reject")
+def one_token_too_many(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
     """The first rejected token of a chain is kept."""
-
-    def faulty(proposal: Proposal, q: Tensor, p: Tensor, sampler: Sampler) -> Accepted:
-        accepted = reject(proposal, q, p, sampler)
-        whole = torch.arange(proposal.depth + 1, device=p.device).expand(len(p), -1)
-        return replace(accepted, path=whole, count=(accepted.count + 1).clamp(max=proposal.depth))
-
-    patch.setattr(acceptance, "reject", faulty)
+    accepted = reject(proposal, q, p, sampler)
+    whole = torch.arange(proposal.depth + 1, device=p.device).expand(len(p), -1)
+    return replace(accepted, path=whole, count=(accepted.count + 1).clamp(max=proposal.depth))
 
 
-def q_is_not_what_was_sampled_from(patch: Patch) -> None:
+@in_place_of(chain_drafting, "chain")
+def q_is_not_what_was_sampled_from(tokens: Tensor, q: Tensor) -> Proposal:
     """The recorded q differs from the distribution from which the chain was sampled, as without its temperature."""
-    chain = chain_drafting.chain
-
-    def faulty(tokens: Tensor, q: Tensor) -> Proposal:
-        return chain(tokens, q.sqrt() / q.sqrt().sum(-1, keepdim=True))
-
-    patch.setattr(chain_drafting, "chain", faulty)
+    return chain(tokens, q.sqrt() / q.sqrt().sum(-1, keepdim=True))
 
 
-def warpers_in_another_order(patch: Patch) -> None:
+@in_place_of(Sampler, "warped")
+def warpers_in_another_order(self: Sampler, logits: Tensor) -> tuple[Tensor, Tensor | None]:
     """top-p is applied before the temperature."""
-
-    def faulty(self: Sampler, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        top_p = per_row(self.settings["top_p"], logits)
-        return filters.keep_likely(logits.float(), {"top_p": top_p}, 0), self.temperature
-
-    patch.setattr(Sampler, "warped", faulty)
+    top_p = per_row(self.settings["top_p"], logits)
+    return filters.keep_likely(logits.float(), {"top_p": top_p}, 0), self.temperature
 
 
 def one_stream_of_draws(patch: Patch) -> None:
@@ -203,57 +171,43 @@ def one_stream_of_draws(patch: Patch) -> None:
 
 def _with_noise(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Patch], None]:
     """A fault in the seeds and positions that random numbers depend on."""
-    noise = Backend.row_noise
     faulty = staticmethod(lambda seeds, positions, *rest: noise(*change(seeds, positions), *rest))
     return lambda patch: patch.setattr(Backend, "row_noise", faulty)
 
 
-def _with_nodes(change: Callable[[Nodes, Proposal], Nodes]) -> Callable[[Patch], None]:
-    """A fault in what the nodes of a tree see of each other."""
-    read = Nodes.read
-
-    def plant(patch: Patch) -> None:
-        patch.setattr(Nodes, "read", lambda proposal: change(read(proposal), proposal))
-
-    return plant
-
-
-def _without_ancestors(nodes: Nodes, proposal: Proposal) -> Nodes:
+@in_place_of(Nodes, "read")
+def nodes_without_ancestors(proposal: Proposal) -> Nodes:
+    nodes = read(proposal)
     return Nodes(torch.zeros_like(nodes.levels), torch.full_like(nodes.paths, NO_TOKEN))
 
 
-def _of_parents(nodes: Nodes, proposal: Proposal) -> Nodes:
+@in_place_of(Nodes, "read")
+def nodes_as_their_parents(proposal: Proposal) -> Nodes:
     """Each node has the penalties of its parent: it does not see itself."""
-    parents = proposal.parents.clamp(min=0)
+    nodes, parents = read(proposal), proposal.parents.clamp(min=0)
     paths = nodes.paths.gather(1, parents[..., None].expand_as(nodes.paths))
     return Nodes(nodes.levels.gather(1, parents), paths)
 
 
-def _of_siblings(nodes: Nodes, proposal: Proposal) -> Nodes:
+@in_place_of(Nodes, "read")
+def nodes_as_their_siblings(proposal: Proposal) -> Nodes:
     """Each node has the penalties of the node before it."""
+    nodes = read(proposal)
     return Nodes(nodes.levels.roll(1, 1), nodes.paths.roll(1, 1))
 
 
-def rows_forget_their_rounds(patch: Patch) -> None:
+@in_place_of(PenaltyRows, "append")
+def rows_forget_their_rounds(rows: PenaltyRows, tokens: Tensor, positions: Tensor, counts: Tensor) -> None:
     """The text of a row does not grow by what its rounds accept."""
-    append = PenaltyRows.append
-
-    def faulty(rows: PenaltyRows, tokens: Tensor, positions: Tensor, counts: Tensor) -> None:
-        if tokens.shape[1] == 1:
-            append(rows, tokens, positions, counts)
-
-    patch.setattr(PenaltyRows, "append", faulty)
+    if tokens.shape[1] == 1:
+        append(rows, tokens, positions, counts)
 
 
-def answers_count_their_prompts(patch: Patch) -> None:
+@in_place_of(PenaltyRows, "start")
+def answers_count_their_prompts(rows: PenaltyRows, prompts: Tensor, lengths: list[int]) -> None:
     """Presence and frequency penalties count the prompt."""
-    start = PenaltyRows.start
-
-    def faulty(rows: PenaltyRows, prompts: Tensor, lengths: list[int]) -> None:
-        start(rows, prompts, lengths)
-        rows.prompt_lengths.zero_()
-
-    patch.setattr(PenaltyRows, "start", faulty)
+    start(rows, prompts, lengths)
+    rows.prompt_lengths.zero_()
 
 
 BY_REJECTION = ("seq", "tree", "magicdec")
@@ -284,9 +238,9 @@ IN_THE_OUTPUT = IN_THE_RULE | {
 """Faults detected in the distribution of generated text."""
 _TREES, _COUNTED = ("seq", "tree, descend", "tree"), {"frequency_penalty": 1.5}
 PENALTY_FAULTS = {
-    "nodes do not see their ancestors": Fault(_with_nodes(_without_ancestors), _TREES, _COUNTED),
-    "nodes have the penalties of their parents": Fault(_with_nodes(_of_parents), _TREES, _COUNTED),
-    "nodes have the penalties of their siblings": Fault(_with_nodes(_of_siblings), _TREES, _COUNTED),
+    "nodes do not see their ancestors": Fault(nodes_without_ancestors, _TREES, _COUNTED),
+    "nodes have the penalties of their parents": Fault(nodes_as_their_parents, _TREES, _COUNTED),
+    "nodes have the penalties of their siblings": Fault(nodes_as_their_siblings, _TREES, _COUNTED),
     "rows forget their rounds": Fault(rows_forget_their_rounds, ("seq", "tree"), _COUNTED),
     "answers count their prompts": Fault(answers_count_their_prompts, ("tree", "lookup"), _COUNTED),
 }

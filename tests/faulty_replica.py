@@ -1,6 +1,7 @@
 """The `longspec` command with a fault on one rank: FAULT=RANK:CALL:NAME, where NAME is a signal or `error`.
 
-With DISKS=FOLDER each rank runs in a folder of its own, so that a relative path is local to it.
+With SHARED a unit of work is a batch, in which ranks that share a target take part together. With DISKS=FOLDER each
+rank runs in a folder of its own, so that a relative path is local to it.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any
 from longspec.cli.answers import PromptRun
 from longspec.cli.app import main
 from longspec.errors import UserError
+from longspec.inference.engine.batch import Batch
 from longspec.longbench import measurement
 from longspec.regenerate.writer import Writer
 
@@ -18,13 +20,14 @@ FUNCTIONS: dict[str, tuple[Any, str]] = {
     "evaluate": (measurement, "sample_line"),
     "generate": (PromptRun, "line"),
     "regenerate": (Writer, "_records"),
+    "shared": (Batch, "first_tokens"),
 }
 """The function of each command that does a unit of work."""
 
 
 def break_call(call: int, name: str) -> None:
     """Let the fault strike at the start of unit number `call` of the command in `sys.argv`."""
-    owner, attribute = FUNCTIONS[sys.argv[1]]
+    owner, attribute = FUNCTIONS["shared" if "SHARED" in os.environ else sys.argv[1]]
     real = getattr(owner, attribute)
     calls: list[None] = []
 

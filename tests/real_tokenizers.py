@@ -8,6 +8,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import torch
@@ -44,19 +45,16 @@ def make_real_target(folder: Path, shape: str) -> Path:
     return folder
 
 
+def sentencepiece_model(sentences: list[str], **options: Any) -> bytes:
+    """A BPE model with byte fallback."""
+    model, settings = io.BytesIO(), {"model_type": "bpe", "byte_fallback": True, "minloglevel": 2} | options
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_writer=model, **settings)
+    return model.getvalue()
+
+
 def _vicuna(folder: Path) -> None:
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=380,
-        byte_fallback=True,
-        pad_id=-1,
-        minloglevel=2,
-    )
     save_target(folder, "llama", vocab_size=380, bos_token_id=1, eos_token_id=2, max_position_embeddings=1024)
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(CORPUS, vocab_size=380, pad_id=-1))
     marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
     _write(folder, "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **marks})
     config = json.loads((folder / "config.json").read_text())

@@ -86,14 +86,8 @@ def answers(scheduler: Scheduler, requests: Sequence[Request]) -> list[Answer]:
 
 def alone(model: GlideMixin, request: Request) -> list[int]:
     """What `generate` answers to a greedy request."""
-    out = generate(
-        model,
-        torch.tensor([request.prompt]),
-        method="vanilla",
-        max_new_tokens=request.max_new_tokens,
-        eos_token_id=sorted(request.stop_ids) or None,
-    )
-    return out.new_tokens[0].tolist()
+    limits = {"max_new_tokens": request.max_new_tokens, "eos_token_id": sorted(request.stop_ids) or None}
+    return generate(model, torch.tensor([request.prompt]), method="vanilla", **limits).new_tokens[0].tolist()
 
 
 def random_requests(count: int, vocab: int) -> list[Request]:

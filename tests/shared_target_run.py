@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interpreted import InterpretedBackend
 from torch.nn.utils.rnn import pad_sequence
 
 from longspec.errors import UserError
@@ -25,7 +24,9 @@ from longspec.inference.methods import AUTO, METHODS, Drafting
 from longspec.inference.process_group import shared_target
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
+from longspec.kernels.backend import Backend
 from longspec.kernels.torch.attention import DecodingAttention
+from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.fused import can_fuse
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
@@ -46,6 +47,16 @@ FAULTY_SEED = 13
 """Rank 1 draws other numbers for this seed."""
 
 
+class InterpretedBackend(Backend):
+    """The layers of `TritonBackend`, and torch for all else, because the interpreter is slow."""
+
+    name = "interpreted"
+
+    embed = staticmethod(TritonBackend.embed)
+    linear = staticmethod(TritonBackend.linear)
+    stream = staticmethod(TritonBackend.stream)
+
+
 class Collector:
     """A streamer that keeps what it receives."""
 
@@ -64,9 +75,8 @@ def outcome(model: GlideMixin, prompts: list[list[int]], **settings: Any) -> tup
     rows = [torch.tensor(prompt) for prompt in prompts]
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     shape = {"tree_shape": (3, 4, 2), "gamma": 3, "max_new_tokens": 12}
-    output = generate_module.generate(
-        model, pad_sequence(rows, batch_first=True), mask, allow_untrained_draft=True, **(shape | settings)
-    )
+    ids, settings = pad_sequence(rows, batch_first=True), shape | settings
+    output = generate_module.generate(model, ids, mask, allow_untrained_draft=True, **settings)
     stats = output.stats
     return [row.tolist() for row in output.new_tokens], stats.row_rounds, stats.accepted_by_depth
 

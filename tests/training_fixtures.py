@@ -30,6 +30,7 @@ from training_reference import plain_loss
 from longspec.models.draft_files import load_draft
 from longspec.pipeline.processes import free_port
 from longspec.ranks import agreement
+from longspec.ranks.agreement import Termination
 from longspec.train.config import load_config
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import start_ranks
@@ -37,6 +38,7 @@ from longspec.train.engine import build_pair, cosine_with_warmup
 from longspec.train.inputs import read_inputs
 from longspec.train.positions import contiguous_positions
 from longspec.train.recipe import MUON_FROM
+from longspec.train.run import train
 from longspec.train.sampler import ResumableSampler
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +111,17 @@ def single_rank_config(work: Path, *overrides: str) -> TrainConfig:
     """A small run of one rank with its output in `work`, one row per step."""
     batch = ["gradient_accumulation_steps=1", "per_device_train_batch_size=1"]
     return tiny_config(*overrides_of(work, work / "out", "data.num_workers=0"), *batch, *overrides)
+
+
+def refused_training(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """The only error line of a run in this process, which must end with exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        train(config, Termination())
+    errors = capsys.readouterr().err
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in errors
+    return line
 
 
 TRAINER = "./trainer_base_ds_mul_fs_tp.py"

@@ -1,6 +1,19 @@
-"""A fixture of generations whose rounds may be launched ahead."""
+"""Fixtures of generations whose rounds may be launched ahead, and of the console's commands."""
+
+from pathlib import Path
 
 import pytest
+from http_server import chat_tokenizer
+from pairs import save_target
+from tiny_tokenizer import VOCAB_SIZE
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that speaks bytes, with a chat template and no draft."""
+    target = save_target(tmp_path_factory.mktemp("console"), "llama", vocab_size=VOCAB_SIZE, initializer_range=0.1)
+    chat_tokenizer().save_pretrained(target)
+    return target
 
 
 @pytest.fixture(params=[0, 1], ids=["waits", "ahead"])

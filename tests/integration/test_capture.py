@@ -192,9 +192,8 @@ MODES: dict[str, dict[str, Any]] = {method: {"method": method} for method in MET
 def test_modes_agree_with_vanilla_up_to_rounding(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """8k prompts, head_dim 128, GQA 4: a mode leaves vanilla's tokens only where two logits are near."""
     layout = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-    model = make_pair(
-        tmp_path, family, dtype, **layout, vocab_size=512, initializer_range=0.05, max_position_embeddings=16384
-    ).cuda()
+    layout |= {"vocab_size": 512, "initializer_range": 0.05, "max_position_embeddings": 16384}
+    model = make_pair(tmp_path, family, dtype, **layout).cuda()
     ids = torch.randint(1, 512, (2, 8000), generator=torch.Generator().manual_seed(0)).cuda()
     mask = torch.ones_like(ids)
     mask[0, :3000] = 0

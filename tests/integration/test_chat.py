@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from rich.console import Console
-from test_console import invoke, make_console_target
+from test_console import invoke
 from tiny_tokenizer import byte_tokenizer
 
 from longspec.cli import pair as pairs
@@ -25,11 +25,6 @@ from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
 
 LIMIT_S = 60
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_console_target(tmp_path_factory.mktemp("chat") / "target")
 
 
 def opened(target: Path) -> pairs.LoadedPair:
@@ -44,14 +39,8 @@ def said(session: Session, *messages: str) -> str:
 
 
 def terminal(**environment: str) -> Console:
-    return Console(
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        width=500,
-        highlight=False,
-        _environ=environment,
-    )
+    settings = {"color_system": "truecolor", "width": 500, "highlight": False}
+    return Console(file=io.StringIO(), force_terminal=True, _environ=environment, **settings)
 
 
 def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(

@@ -2,23 +2,20 @@
 
 import io
 import json
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from http_server import TEMPLATE, chat_tokenizer
-from pairs import make_pair, save_target
+from http_server import TEMPLATE
+from pairs import make_pair
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 from typer.testing import CliRunner
 
 from longspec.cli import output as console_output
 from longspec.cli import pair as pairs
-from longspec.cli.answers import PromptRun
 from longspec.cli.app import app
 from longspec.errors import UserError
 from longspec.inference.adaptive import time_cache
@@ -27,24 +24,12 @@ from longspec.inference.detokenizer import printable
 SIZE = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1}
 
 
-def make_console_target(folder: Path) -> Path:
-    """A target that speaks bytes, with a chat template and no draft."""
-    chat_tokenizer().save_pretrained(save_target(folder, "llama", **SIZE))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_console_target(tmp_path_factory.mktemp("console") / "target")
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     texts = ["a" * (7 * number % 23 + 1) for number in range(9)]
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"id": f"p{len(t)}", "prompt": t}) + "\n" for t in texts)
-    )
-    return tmp_path / "prompts.jsonl"
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": f"p{len(t)}", "prompt": t}) + "\n" for t in texts))
+    return path
 
 
 def invoke(*arguments: object, code: int = 0, **options: Any) -> Any:
@@ -159,25 +144,6 @@ def test_a_terminal_shows_texts_and_a_pipe_gets_json(target: Path, monkeypatch: 
     answers = [json.loads(line)["text"] for line in invoke(*given, "one", "two").stdout.splitlines()]
     assert shown[1] == "".join(f"prompt {n}\n{printable(text.strip())} ...\n\n" for n, text in enumerate(answers, 1))
     assert shown[0].endswith(" ...\n") and "{" not in shown[0] and "\x1b" not in shown[0]
-
-
-def test_a_stop_signal_ends_a_run_after_the_answers_that_have_begun(
-    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = ["generate", prompts, "--model", target, "--batch_size", 1, "--max_new_tokens", 4]
-    invoke(*given, "--output", tmp_path / "whole.jsonl")
-    real, out = PromptRun.line, tmp_path / "out.jsonl"
-
-    def signalled(*arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(*arguments)
-
-    monkeypatch.setattr(PromptRun, "line", signalled)
-    result = invoke(*given, "--output", out, code=128 + signal.SIGTERM)
-    assert f"stopped by SIGTERM: 1 of 9 prompts are done, in {out}; the same command continues" in result.stderr
-    monkeypatch.undo()
-    invoke(*given, "--output", out)
-    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

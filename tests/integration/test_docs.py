@@ -35,9 +35,7 @@ from longspec.train.config import compose_config, read_config_file, typed_with_a
 from longspec.train.resume import with_draft_options
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 ASSIGNMENT = re.compile(r"([A-Z]\w*)=(\S+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
@@ -57,21 +55,6 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield shlex.split(line, comments=True)
 
 
-def arguments(program: str) -> list[list[str]]:
-    """The arguments of each documented call of `program`."""
-    words = [line for page in PAGES for line in commands(page)]
-    calls = [line[line.index(program) + 1 :] for line in words if program in line]
-    assert calls, f"no page calls {program}"
-    return calls
-
-
-def test_evaluation_and_regeneration_commands_parse() -> None:
-    for call in arguments("inference_long-bench.py"):
-        parse_options(call)
-    for call in arguments("longspec.regenerate"):
-        regenerate_command._parser("regenerate").parse_args(call)
-
-
 @pytest.fixture
 def composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str, list[str]], None]:
     """Composes the configuration of a training command, with a tiny target."""
@@ -79,31 +62,44 @@ def composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, 
     target = f"model_name_or_path={save_target(tmp_path / 'target', 'llama')}"
 
     def compose(folder: str, name: str, overrides: list[str]) -> None:
-        composed = compose_config(folder, name, [*overrides, target])
-        typed_with_auto(composed)
+        typed_with_auto(compose_config(folder, name, [*overrides, target]))
 
     return compose
 
 
-def test_training_commands_compose(composes: Callable[[str, str, list[str]], None]) -> None:
-    for call in arguments("./trainer_base_ds_mul_fs_tp.py"):
-        folder, name = call[call.index("-cp") + 1], call[call.index("-cn") + 1]
-        composes(folder, name, [word for word in call if "=" in word])
-
-
-def test_console_commands_parse(composes: Callable[[str, str, list[str]], None]) -> None:
-    """Each has a name, options and values that exist; a training command also composes."""
-    group = typer.main.get_command(app)
-    for call in arguments("longspec"):
-        name, *rest = call
+def check(call: list[str], composes: Callable[[str, str, list[str]], None]) -> None:
+    """The name, the options and the values of a call exist; a training command also composes."""
+    program, *given = call
+    if program == "./trainer_base_ds_mul_fs_tp.py":
+        folder, name = given[given.index("-cp") + 1], given[given.index("-cn") + 1]
+        composes(folder, name, [word for word in given if "=" in word])
+    elif program == "inference_long-bench.py":
+        parse_options(given)
+    elif program == "longspec.regenerate":
+        regenerate_command._parser("regenerate").parse_args(given)
+    else:
+        name, *rest = given
+        group = typer.main.get_command(app)
         context = group.commands[name].make_context(name, list(rest))  # type: ignore[attr-defined]
         if name == "train":
-            config, overrides = context.params["config"], context.params["overrides"]
-            composes("conf/exp", config, overrides)
+            composes("conf/exp", context.params["config"], context.params["overrides"])
+        elif name == "evaluate":
+            parse_options(rest)
         elif name == "regenerate":
             regenerate_command._parser("regenerate").parse_args(rest)
         elif name == "draft":
             draft_command._parser("draft").parse_intermixed_args(rest)
+
+
+@pytest.mark.parametrize(
+    "program", ["./trainer_base_ds_mul_fs_tp.py", "inference_long-bench.py", "longspec.regenerate", "longspec"]
+)
+def test_documented_commands_parse(program: str, composes: Callable[[str, str, list[str]], None]) -> None:
+    words = [line for page in PAGES for line in commands(page)]
+    calls = [line[line.index(program) :] for line in words if program in line]
+    assert calls, f"no page calls {program}"
+    for call in calls:
+        check(call, composes)
 
 
 def test_python_examples_import_names_that_exist() -> None:
@@ -124,20 +120,14 @@ def test_launch_lines_for_clusters(composes: Callable[[str, str, list[str]], Non
         words = shlex.split(line, comments=True)
         if "torchrun" in words:
             launch: Any = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
-            script, given = launch.training_script, launch.training_script_args
+            call = [launch.training_script, *launch.training_script_args]
         elif "deepspeed" in words:
             launch = parse_deepspeed(words[words.index("deepspeed") + 1 :])
-            script, given = launch.user_script, launch.user_args
+            call = [launch.user_script, *launch.user_args]
         else:
             continue
-        counts[script] += 1
-        if script == "./trainer_base_ds_mul_fs_tp.py":
-            folder, name = given[given.index("-cp") + 1], given[given.index("-cn") + 1]
-            composes(folder, name, [word for word in given if "=" in word])
-        elif script == "inference_long-bench.py" or given[0] == "evaluate":
-            parse_options(given[script == "longspec" :])
-        elif given[0] == "regenerate":
-            regenerate_command._parser("regenerate").parse_args(given[1:])
+        counts[call[0]] += 1
+        check(call, composes)
     assert counts.keys() == {"longspec", "inference_long-bench.py", "./trainer_base_ds_mul_fs_tp.py"}
 
 
@@ -159,12 +149,10 @@ def test_own_method_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         model, prompts = names["model"], torch.tensor([[5, 6, 7, 5, 6, 7, 5], [9, 8, 9, 8, 9, 8, 0]])
         mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
         for settings in ({}, {"temperature": 0.05, "top_k": 2, "seed": 3}):
-            outputs = [
-                generate(model, prompts, mask, method=method, max_new_tokens=40, **settings)  # type: ignore[arg-type]
-                for method in ("bigrams", "vanilla")
-            ]
+            settings = settings | {"max_new_tokens": 40}
+            outputs = [generate(model, prompts, mask, method=name, **settings) for name in ("bigrams", "vanilla")]
             assert outputs[0].stats.mean_acceptance_length > 1
-            if not settings:
+            if "temperature" not in settings:
                 assert torch.equal(outputs[0].sequences, outputs[1].sequences)
 
 
@@ -251,9 +239,8 @@ batch.measure_times = lambda _, rounds, *__: RoundTimes((64, 128), {plan.name: (
 def test_readme_example_runs(tmp_path: Path) -> None:
     (example,) = blocks(ROOT / "README.md", "python")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", EQUAL_TIMES + example], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", EQUAL_TIMES + example]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     answer, figure = done.stdout.splitlines()
     assert answer.startswith("Regular exercise offers numerous benefits for both physical and mental health.")

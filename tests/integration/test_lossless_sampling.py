@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributions import hardest_to_see, p_value
+from enumeration import hardest_to_see, p_value
 from faults import IN_CORRELATIONS, IN_THE_OUTPUT, PENALTY_FAULTS
 from pairs import FAMILIES, make_pair
-from penalty_reference import processed
-from samplers import transformers_warpers
+from penalty_reference import processed, transformers_warpers
 from torch import Tensor
 
 from longspec import generate
@@ -46,12 +45,10 @@ PENALTIES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.5, "no_repeat_ngram_size": 3, "bad_words_ids": [[1, 2], [0, 0]], "logit_bias": {3: 1.0}},
 )
 # Each method, warper and temperature, and penalties with each way to verify. That rows are warped as transformers does
-# it is tested for the one sampler (tests/unit/test_row_sampling.py).
+# it is tested for the one sampler (tests/unit/test_penalties.py).
 WARPS = ({}, {"top_p": 0.8}, {"top_k": 3})
-CASES = [
-    (method, {"temperature": temperature} | warp)
-    for method, temperature, warp in zip(METHODS, cycle(TEMPERATURES), cycle(WARPS), strict=False)
-]
+TURNS = zip(METHODS, cycle(TEMPERATURES), cycle(WARPS), strict=False)
+CASES = [(method, {"temperature": temperature} | warp) for method, temperature, warp in TURNS]
 CASES += [*zip(("tree", "seq", "tree, descend"), EXTRA_WARPS, strict=True)]
 CASES += [*zip(("seq", "tree, descend", "tree", "lookup"), cycle(PENALTIES), strict=False)]
 # One setting a method in the fast tests, each temperature and each warper once.

@@ -15,17 +15,13 @@ from longspec.inference.engine.requests import Event, Finished, Request, Samplin
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.models.glide import GlideMixin
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 VOCAB = 7
 """Small, so that random drafts get tokens accepted."""
 LISTED = (0, 2, 5)
 LONG = Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)
 """Runs in the last row until the rows before it are free."""
 PENALIZED = replace(LONG, sampling=Sampling(1.0, seed=1, frequency_penalty=0.7, no_repeat_ngram_size=3))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 class Session:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import compare_trees, prefilled, training_logits, training_pass
 from pairs import FAMILIES, OPTIONS, make_pair
-from parity import compare_trees, prefilled, training_logits, training_pass
 from torch import Tensor
 
 from longspec.inference.drafting.chain import ChainDrafter
@@ -198,9 +198,8 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
     positions = torch.cat([torch.arange(4), 2000 + torch.arange(4, 20)])[None]
 
     def last_state(tokens: Tensor) -> Tensor:
-        return training_pass(
-            model, [tokens], torch.tensor([1]), lambda draft, target, *_: target[0, -1], [positions[0]]
-        )
+        newest: Any = lambda draft, target, *_: target[0, -1]  # noqa: E731
+        return training_pass(model, [tokens], torch.tensor([1]), newest, [positions[0]])
 
     tokens = random_tokens(20)
     changed = tokens.clone()

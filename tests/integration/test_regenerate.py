@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def test_prompts_with_a_token_that_the_target_lacks_are_left_out(target: Path, t
     assert "'prompts: with a token that has no embedding': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 
-def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(target: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
     plain = tmp_path / "plain.jsonl"
     whole = '{"problem": "p", "solution": "s", "max_tokens": 3}\n'
     for first, second, problem in (
@@ -198,10 +199,7 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
         (["--count", "3", "--method", "tree"], "method: tree needs a trained draft"),
     ):
-        with pytest.raises(SystemExit) as end:
-            main(base + options)
-        assert end.value.code == 2
-        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert message in refusal(main, base + options)
 
 
 @pytest.mark.parametrize(("method", "drafts"), [("auto", True), ("vanilla", False)])

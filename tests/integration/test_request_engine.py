@@ -1,25 +1,32 @@
-"""The engine on the calling thread: what one step reads, and how requests end."""
+"""The engine on the calling thread: its state after each round, what one step reads, and how requests end."""
 
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import make_pair, target_greedy
+from oracles import Oracle
+from pairs import OPTIONS, make_pair, target_greedy
 from serving import ids
+from torch import Tensor
 
 from longspec.errors import UserError
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.answering import Listener, answer_all
+from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request
+from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.memory import chunk_bytes
 from longspec.inference.methods import Drafting
-from longspec.inference.sampling import GREEDY_KIND
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import GREEDY, GREEDY_KIND
 from longspec.inference.stats import GenerationStats, pool
+from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7
@@ -95,16 +102,21 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
 ) -> None:
     """Rows end at stop tokens and limits, move together, and go to other requests; answers are longer than a block. A
     request that is cancelled has the tokens of all rounds before. With "auto", other plans come between."""
-    requests = [
-        Request(
-            [1 + number % 5] * (3 + number), 5 + 41 * (number % 5), stop_ids=frozenset({6} if number % 2 else {0, 5})
-        )
-        for number in range(11)
-    ]
+    stops = [frozenset({0, 5}), frozenset({6})]
+    requests = [Request([1 + n % 5] * (3 + n), 5 + 41 * (n % 5), stop_ids=stops[n % 2]) for n in range(11)]
     cancelled = Request([2, 4, 1], 2000)
     answers: list[list[list[Event]]] = []
     plans, counts = [], []
+    ended: list[list[int]] = []
+    end = Controller.end
+
+    def noted(controller: Controller, row: int) -> None:
+        ended.extend(trace.tokens.tolist() for trace in [controller.traces.get(row)] if trace is not None)
+        end(controller, row)
+
+    monkeypatch.setattr(Controller, "end", noted)
     for in_blocks in (False, True):
+        ended.clear()
         turns = cycle((0, 0, 0, 0, 0, 0, 0, 1, 2, 0, 1, 3))
         monkeypatch.setattr(Controller, "choose", lambda self, t=turns: self.impose(self.plans[next(t)]))
         settings = EngineSettings(Drafting(method), 4, memory=2**27, kind=GREEDY_KIND, refill=2, in_blocks=in_blocks)
@@ -122,22 +134,83 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
             pass
         plans.append([ticket.plans for ticket in tickets])
         counts.append((engine.worker.counts.row_rounds, engine.worker.counts.decoded_tokens))
-        if (controller := engine.worker.controller) is not None:  # it knows the texts up to the last rounds
-            texts = [
-                request.prompt + ids(events)
-                for request, events in zip([cancelled, *requests], answers[-1], strict=True)
-            ]
-            for text, length in zip(controller.traces.texts.tolist(), controller.traces.lengths, strict=True):
-                assert text[:length] in [other[:length] for other in texts]
+        texts = [
+            request.prompt + ids(events) for request, events in zip([cancelled, *requests], answers[-1], strict=True)
+        ]
+        for traced in ended:  # it knows the texts up to the last rounds
+            assert traced in [text[: len(traced)] for text in texts]
+        assert len(ended) == (len(texts) if method == "auto" else 0)
     single, blocks = answers
     assert plans[0] == plans[1] and counts[0] == counts[1]
     assert [ids(events) for events in blocks] == [ids(events) for events in single]
-    assert (
-        max(len(events) for events in blocks) < (12 if method == "vanilla" else 80)
-        and max(len(events) for events in single) > 90
-    )
+    assert max(map(len, blocks)) < (12 if method == "vanilla" else 80) and max(map(len, single)) > 90
     expected = target_greedy(model, torch.tensor(cancelled.prompt), 100)
     assert ids(blocks[0])[:90] == expected[:90]
-    assert [events[-1].reason for events in blocks if isinstance(events[-1], Finished)] == [
-        events[-1].reason for events in single if isinstance(events[-1], Finished)
-    ]
+    ends = [[events[-1].reason for events in one if isinstance(events[-1], Finished)] for one in answers]
+    assert ends[0] == ends[1]
+
+
+SHAPE = (2, 4, 3, 2)
+DEPTH = len(SHAPE)
+TOKENS = 61
+# Accepted lengths by round and row: 0 … DEPTH all occur, in changing order, with a different one in each row.
+PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
+
+
+def oracle_tree(model: GlideMixin, truth: list[list[int]], lengths: list[int], plan: list[list[int]]) -> Oracle:
+    """Puts the true continuation, down to a planned depth, on a random path of the real draft's tree."""
+    return Oracle(TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend"), lengths, truth, plan, TOKENS)
+
+
+def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's keys and values [L, Hkv, T, D] of tokens [T], from transformers' own forward and cache."""
+    layers = model(tokens[None], use_cache=True).past_key_values.layers
+    return torch.stack([layer.keys[0] for layer in layers]), torch.stack([layer.values[0] for layer in layers])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: str) -> None:
+    """After each round: compacted target cache, newest hidden state, draft window, length and root equal those of a
+    fresh start there."""
+    model = make_pair(tmp_path, family, options=OPTIONS["both"]).to(device)
+    lengths = [1, 40, WINDOW - 6]  # the last row's window wraps around on the way
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, TOKENS, (n,), generator=generator).to(device) for n in lengths]
+    truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
+    oracle = oracle_tree(model, truth, lengths, PLAN)
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    engine = StaticBatch(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
+    assert engine.prefill().tolist() == [row[0] for row in truth]
+    at = [0, 0, 0]
+    for planned in PLAN:
+        tokens, counts, *_ = engine.round(torch.ones(3, dtype=torch.bool, device=device))
+        assert counts.tolist() == [n + 1 for n in planned]
+        for b, count in enumerate(counts.tolist()):
+            assert tokens[b, :count].tolist() == truth[b][at[b] + 1 : at[b] + 1 + count]
+            at[b] += count
+            assert engine.root[b] == truth[b][at[b]]
+            assert engine.cache.lengths[b] == lengths[b] + at[b]
+            check_row(model, engine, oracle, b, torch.cat([prompts[b], torch.tensor(truth[b][: at[b]], device=device)]))
+
+
+def check_row(model: GlideMixin, engine: StaticBatch, oracle: Oracle, b: int, read: Tensor) -> None:
+    """`read`: the tokens before the root. Target cache against a full forward, window against fresh projections."""
+    length = len(read)
+    newest = model.model(read[None]).last_hidden_state[0, -1]
+    torch.testing.assert_close(engine.cache.newest_hidden[b, 0], newest, rtol=1e-4, atol=1e-4)
+    for store, expected in zip((engine.cache.keys, engine.cache.values), full_forward_kv(model, read), strict=True):
+        torch.testing.assert_close(store[:, b, :, :length], expected, rtol=1e-4, atol=1e-4)
+    positions = torch.arange(max(0, length - WINDOW), length, device=read.device)
+    embeddings, rope = model.embed(read[None, positions], positions[None])
+    ring = oracle.drafter.draft.cache
+    for store, expected in zip((ring.keys, ring.values), model.draft_model.keys_values(embeddings, rope), strict=True):
+        torch.testing.assert_close(store[b][:, positions % WINDOW], expected[0], rtol=1e-5, atol=1e-5)
+
+
+def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
+    model = make_pair(tmp_path)
+    short, long = (TreeDrafter(Runner(model), 1, SHAPE, GREEDY, "descend") for _ in range(2))
+    short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
+    long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
+    assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_command import arguments, draft_of, lines_of, make_target, refusal, write_records
+from test_command import Refused, Setting, arguments, draft_of, lines_of, make_target, write_records
 
 from longspec.kernels.native.library import native_library
 from longspec.locks import LOCK_NAME, locked
@@ -21,14 +21,14 @@ COUNTS = ("samples", "mean_acceptance_length", "accepted_by_depth", "rounds", "d
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     """A target with its draft, and five samples."""
     folder = tmp_path_factory.mktemp("pair")
     return make_target(folder / "target"), write_records(folder / "data", count=5)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(pair: Setting, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("uninterrupted") / "out"
     main(arguments(*pair, out, *SAMPLED))
     return out
@@ -61,7 +61,7 @@ def no_weights(plan: object) -> None:
     raise AssertionError("the weights are loaded")
 
 
-def test_every_configuration_has_a_default_folder_of_its_own(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_every_configuration_has_a_default_folder_of_its_own(pair: Setting, tmp_path: Path) -> None:
     target, data = pair
     options = [option for option in arguments(target, data, tmp_path) if option not in ("--output_dir", str(tmp_path))]
 
@@ -86,7 +86,7 @@ def test_every_configuration_has_a_default_folder_of_its_own(pair: tuple[Path, P
 
 
 def test_results_of_another_run_are_refused_and_kept(
-    pair: tuple[Path, Path], uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: Setting, uninterrupted: Path, tmp_path: Path, refusal: Refused
 ) -> None:
     """In one line that names what differs, before the weights are loaded."""
     target, data = pair
@@ -95,7 +95,7 @@ def test_results_of_another_run_are_refused_and_kept(
     def refused(line: list[str]) -> str:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measurement, "load_model", no_weights)
-            message = refusal(capsys, line)
+            message = refusal(main, line)
         assert contents(uninterrupted) == before
         return message
 
@@ -112,7 +112,7 @@ def test_results_of_another_run_are_refused_and_kept(
 
 
 def test_a_complete_run_says_so_and_shows_its_summary_again(
-    pair: tuple[Path, Path], uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Setting, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(uninterrupted)
     monkeypatch.setattr(measurement, "load_model", no_weights)
@@ -122,7 +122,7 @@ def test_a_complete_run_says_so_and_shows_its_summary_again(
     assert "complete already, 5 of 5 samples" in shown and "acceptance length" in shown
 
 
-def test_overwrite_replaces_the_results_of_another_run(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_overwrite_replaces_the_results_of_another_run(pair: Setting, tmp_path: Path) -> None:
     out = tmp_path / "out"
     main(arguments(*pair, out, "--method", "vanilla", "--max_gen_len", "2"))
     summary = main(arguments(*pair, out, "--method", "vanilla", "--max_gen_len", "3", "--overwrite"))
@@ -130,11 +130,7 @@ def test_overwrite_replaces_the_results_of_another_run(pair: tuple[Path, Path], 
 
 
 def test_a_stop_signal_saves_the_running_samples_and_the_same_command_continues(
-    pair: tuple[Path, Path],
-    uninterrupted: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pair: Setting, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Continued runs draw the same tokens as uninterrupted ones, and their summary pools all samples."""
     out, handlers = tmp_path / "out", signal.getsignal(signal.SIGTERM)
@@ -156,20 +152,20 @@ def test_a_stop_signal_saves_the_running_samples_and_the_same_command_continues(
 
 
 def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
-    pair: tuple[Path, Path], uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+    pair: Setting, uninterrupted: Path, refusal: Refused
 ) -> None:
     with locked(uninterrupted):
         before = contents(uninterrupted)
         for more in ((), ("--overwrite",)):
             line = arguments(*pair, uninterrupted, *SAMPLED, *more)
-            assert f"another run is writing to {uninterrupted}" in refusal(capsys, line)
+            assert f"another run is writing to {uninterrupted}" in refusal(main, line)
         assert contents(uninterrupted) == before
 
 
 def test_an_output_folder_that_cannot_be_created_is_refused(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refused
 ) -> None:
     monkeypatch.setattr(measurement, "load_model", no_weights)
     (tmp_path / "file").touch()
     for out, complaint in ((tmp_path / "file" / "out", "Not a directory"), (Path("/proc/longspec"), "/proc")):
-        assert complaint in refusal(capsys, arguments(*pair, out, *SAMPLED))
+        assert complaint in refusal(main, arguments(*pair, out, *SAMPLED))

@@ -82,16 +82,10 @@ def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
         ("qwen2", "both", {"method": "auto"}, 1),
     ],
 )
+@pytest.mark.usefixtures("own_cache")
 def test_every_request_is_answered_as_alone(
-    models: Models,
-    family: str,
-    options: str,
-    settings: Any,
-    ahead: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    models: Models, family: str, options: str, settings: Any, ahead: int
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = models(family, options)
     requests = random_requests(10, VOCAB)
     with serving(model, ahead, max_rows=3, **settings) as scheduler:
@@ -111,13 +105,8 @@ def test_every_request_is_answered_as_alone(
 
 
 def test_events_of_an_answer(models: Models) -> None:
-    model, request = models("llama"), Request([3, 1, 4, 1, 5], 12, logprobs=True, trace=True)
-    with serving(model, max_rows=2) as scheduler:
-        answer = answers(scheduler, [request])[0]
-    with torch.no_grad():
-        law = model(torch.tensor([request.prompt + answer.ids])).logits[0, 4:-1].log_softmax(-1)
-    logprobs = [value for event in answer.events for value in event.logprobs or []]
-    assert logprobs == pytest.approx(law.gather(1, torch.tensor(answer.ids)[:, None])[:, 0].tolist(), abs=1e-4)
+    with serving(models("llama"), max_rows=2) as scheduler:
+        answer = answers(scheduler, [Request([3, 1, 4, 1, 5], 12, trace=True)])[0]
     first, *rounds = answer.events
     assert first.origins == ["target"] and first.tree is None
     emitted = list(first.ids)

@@ -70,16 +70,6 @@ def test_answers_are_those_of_the_target(client: openai.OpenAI, server: Running)
     assert usage.usage.prompt_tokens_details.cached_tokens > 0  # the prefix of the same conversation
 
 
-def test_an_answer_that_ends_at_a_stop_string_counts_as_finished_by_stop(
-    client: openai.OpenAI, server: Running
-) -> None:
-    before, stop = server.scheduler.snapshot(), greedy(server, PROMPTS[1], 24)[4:8]
-    assert complete(client, PROMPTS[1], stop=stop, max_tokens=4000).choices[0].finish_reason == "stop"
-    while sum((now := server.scheduler.snapshot()).finished.values()) < now.requests:
-        pass
-    assert now.finished - before.finished == {"stop": 1}
-
-
 def test_a_soak_leaks_no_row_and_changes_no_answer(server: Running) -> None:
     """With abandoned streams, malformed bodies and stop strings, as the load test of GPUs runs it."""
     load = make_load("the target reads a prompt " * 9, TOKENIZER, 48, 96, rows=3, tokens=12)

@@ -51,20 +51,10 @@ def answers(pair: tuple[str, str], calls: list[Any], speculates: bool, **further
     }
     if speculates:
         options |= {"speculative_algorithm": "GLIDE", "speculative_draft_model_path": pair[1]}
-        options |= {
-            "speculative_num_steps": 3,
-            "speculative_eagle_topk": 3,
-            "speculative_num_draft_tokens": 10,
-        }
+        options |= {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 10}
     task = json.dumps({"options": options | further, "calls": calls})
-    done = subprocess.run(
-        [sys.executable, str(RUN)],
-        input=task,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=environment(Path(pair[0]).parent),
-    )
+    command, variables = [sys.executable, str(RUN)], environment(Path(pair[0]).parent)
+    done = subprocess.run(command, input=task, capture_output=True, text=True, timeout=500, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -82,9 +72,8 @@ def test_greedy_answers_are_those_without_speculation(pair: tuple[str, str], fur
     """With shared prefixes, prefill in chunks, batches of unlike lengths and too few slots for all of them."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randint(1, VOCABULARY, (70,), generator=generator).tolist()
-    prompts = [
-        common[: 5 + 8 * row] + torch.randint(1, VOCABULARY, (row,), generator=generator).tolist() for row in range(9)
-    ]
+    ends = [torch.randint(1, VOCABULARY, (row,), generator=generator).tolist() for row in range(9)]
+    prompts = [common[: 5 + 8 * row] + end for row, end in enumerate(ends)]
     greedy = [{"temperature": 0.0, "max_new_tokens": 20 + 9 * row, "ignore_eos": True} for row in range(9)]
     calls = [[prompts, greedy], [prompts[::-1], greedy]]
     plain, drafted = (answers(pair, calls, speculates, **further) for speculates in (False, True))

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributions import p_value
-from enumeration import RandomLanguage, Tokens, arrivals, outcomes, sampled_trees
+from enumeration import RandomLanguage, Tokens, arrivals, outcomes, p_value, sampled_trees
 from faults import IN_THE_RULE
-from samplers import sampler as row_sampler
+from penalty_reference import sampler as row_sampler
 from torch import Tensor
 
 from longspec.inference.acceptance import Accepted, accept
@@ -101,9 +100,8 @@ def test_descending_any_tree_is_exact(shape: Tokens, seed: int) -> None:
 def test_rejecting_in_a_tree_sampled_without_replacement_is_exact(shape: Tokens, seed: int) -> None:
     """Summed over all trees that the draft can sample, which may run out of tokens."""
     p, q = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000)
-    check_exact(
-        p, len(shape), [(weight, build_tree(nodes, shape, q)) for nodes, weight in sampled_trees(q, shape).items()]
-    )
+    trees = [(weight, build_tree(nodes, shape, q)) for nodes, weight in sampled_trees(q, shape).items()]
+    check_exact(p, len(shape), trees)
 
 
 def arrived_tree(groups: Iterable[tuple[Tokens, ...]], shape: Tokens, q: RandomLanguage) -> tuple[Tree, Proposal]:
@@ -127,15 +125,9 @@ def branches_of(*chains: Tokens) -> Branches:
     """Branches with these tokens, each less probable than the one before."""
     depth = max(map(len, chains))
     tokens = torch.tensor([[(*chain, *[0] * (depth - len(chain))) for chain in chains]])
-    scores = torch.tensor(
-        [
-            [
-                [-0.4 * d - 0.5 * k if d <= len(chain) else -torch.inf for d in range(1, depth + 1)]
-                for k, chain in enumerate(chains)
-            ]
-        ]
-    )
-    return Branches(tokens, scores)
+    levels = range(1, depth + 1)
+    scores = [[-0.4 * d - 0.5 * k if d <= len(chain) else -torch.inf for d in levels] for k, chain in enumerate(chains)]
+    return Branches(tokens, torch.tensor([scores]))
 
 
 def selected_trees(

@@ -53,9 +53,8 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     from longspec.kernels.triton import attention as triton_attention
     from longspec.kernels.triton import flash_attention
 
-    monkeypatch.setattr(
-        triton_attention, "count_splits", lambda programs, capacity, at_once: 1 + min(4, max(16, at_once) // programs)
-    )
+    splits = lambda programs, capacity, at_once: 1 + min(4, max(16, at_once) // programs)  # noqa: E731
+    monkeypatch.setattr(triton_attention, "count_splits", splits)
     monkeypatch.setattr(flash_attention, "FLASH_FROM", (0, 0, 0))
     if device == "cpu":
         return triton_attention.TritonAttention(), device

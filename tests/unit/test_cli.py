@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -34,10 +35,9 @@ assert not [name for name in ("torch", "transformers", "datasets", "matplotlib")
 
 
 def test_help_imports_no_torch() -> None:
-    help_text = subprocess.run(
-        [sys.executable, "-m", "longspec", "--help"], cwd=ROOT, text=True, capture_output=True, check=True
-    ).stdout
-    assert all(name in help_text for name in COMMANDS)
+    command = [sys.executable, "-m", "longspec", "--help"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
+    assert all(name in done.stdout for name in COMMANDS)
     subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True)
 
 
@@ -56,7 +56,7 @@ def test_commands_with_a_parser_of_their_own_get_all_arguments(command: str, gro
 
 
 def test_bad_input_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str], tmp_path: Path
 ) -> None:
     for given, part in (
         (["chat", f"{tmp_path}/none"], "no such folder"),
@@ -64,16 +64,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["generate", "hello", "--top_p", "0"], "top_p"),
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
         (["extract"], "missing argument"),
-        (["no_such_command"], "'no_such_command'"),
         (["generate", "hello", "--output", "--overwrite"], "--overwrite: an option where a path is expected"),
         (["train", "no-such-config"], "tiny_glide_stage1"),
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
         monkeypatch.setattr(sys, "argv", ["longspec", *given])
-        with pytest.raises(SystemExit) as error:
-            console.main()
-        stderr = capsys.readouterr().err
-        assert error.value.code == 2 and stderr.startswith("error: ") and part in stderr and stderr.count("\n") == 1
+        assert part in refusal(console.main)
 
 
 @pytest.fixture
@@ -160,9 +156,8 @@ def test_split_writes_a_folder_per_rank(tmp_path: Path) -> None:
 
 def test_prompts_come_from_arguments_and_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\n two \n")
-    (tmp_path / "b.jsonl").write_text(
-        '{"id": 7, "prompt": "three "}\n{"messages": [{"role": "user", "content": "4"}]}\n'
-    )
+    lines = ['{"id": 7, "prompt": "three "}', '{"messages": [{"role": "user", "content": "4"}]}']
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
     prompts = read_prompts([str(tmp_path / "a.txt"), "Is this a.txt", str(tmp_path / "b.jsonl")])
     contents = [prompt.content for prompt in prompts]
     assert contents == ["one", "two", "Is this a.txt", "three ", [{"role": "user", "content": "4"}]]

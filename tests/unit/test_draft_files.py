@@ -1,6 +1,7 @@
-"""Every form of draft on disk loads to the same weights; a draft that does not fit is named."""
+"""Every form of draft on disk loads to the same weights and vocabulary list; a draft that does not fit is named."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from longspec.inference.registry import DRAFTS, EMBEDDED_DRAFTS
 from longspec.models.draft_files import check_draft, draft_settings, list_size, load_draft
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
+from longspec.models.draft_vocabulary import vocabulary_maps
 from longspec.models.families import family_class
+from longspec.models.glide import GlideMixin
 from longspec.models.llama import LlamaGlide, LlamaGlideDecoderLayer
 from longspec.models.target_sample import take_sample
 from longspec.models.weight_files import read_metadata
@@ -71,9 +74,8 @@ def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None
 def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "target")
     pair.draft_model.set_vocabulary(torch.arange(0, pair.config.vocab_size, 2))
-    draft = pair.draft_model.state_dict() | {
-        "mlp.up_proj.weight": torch.zeros_like(pair.draft_model.mlp.up_proj.weight)
-    }
+    zeros = torch.zeros_like(pair.draft_model.mlp.up_proj.weight)
+    draft = pair.draft_model.state_dict() | {"mlp.up_proj.weight": zeros}
     save_draft_folder(draft, pair.config, tmp_path / "whole")
     save_draft_folder(draft, pair.config, tmp_path / "small", int8=True)
     back = load_draft(tmp_path / "small")
@@ -156,12 +158,11 @@ def test_files_of_a_published_draft_say_no_more_than_its_window(tmp_path: Path) 
 def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path) -> None:
     """The last layer counts as beyond: every draft reads it anyway. The target is not loaded yet."""
     state = make_pair(tmp_path / "target", options=OPTIONS["both"]).draft_model.state_dict()
-    save_draft_folder(
-        state, tiny_config("llama", num_hidden_layers=4), tmp_path / "draft", DraftOptions(64, (2,), True)
-    )
+    deep = tiny_config("llama", num_hidden_layers=4)
+    save_draft_folder(state, deep, tmp_path / "draft", DraftOptions(64, (2,), True))
     with pytest.raises(UserError, match="/draft: the draft's kv_layers contain layer 2, but this target of 3"):
         check_draft(tmp_path / "draft", tiny_config("llama"), LlamaGlideDecoderLayer)
-    assert check_draft(tmp_path / "draft", tiny_config("llama", num_hidden_layers=4), LlamaGlideDecoderLayer)
+    assert check_draft(tmp_path / "draft", deep, LlamaGlideDecoderLayer)
 
 
 @pytest.mark.parametrize(
@@ -231,3 +232,66 @@ def test_an_embedded_draft_fits_the_target_of_its_config_and_is_small(name: str)
     check_draft(folder, config, family_class(config, name).draft_layer_class)
     assert (folder / "model.safetensors").stat().st_size <= 40e6
     assert (folder / "README.md").is_file()
+
+
+TOKENS = torch.tensor([0, 3, 4, 9, 60])
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    """A pair whose draft proposes TOKENS; its target is in `name_or_path`."""
+    folder = tmp_path_factory.mktemp("target")
+    model = make_pair(folder)
+    model.draft_model.set_vocabulary(TOKENS)
+    model.name_or_path = str(folder)
+    return model
+
+
+def test_a_state_dict_brings_its_list_and_one_without_lifts_it(pair: GlideMixin) -> None:
+    saved = pair.draft_model.state_dict()
+    loaded = LlamaGlide.from_pretrained(pair.name_or_path, torch_dtype=torch.bfloat16, state_dict=saved)
+    assert torch.equal(loaded.draft_model.vocabulary, TOKENS)
+    assert not any(parameter is loaded.draft_model.d2t for parameter in loaded.parameters())
+    loaded.load_draft_state({name: w for name, w in saved.items() if name not in ("d2t", "t2d")}, "state")
+    assert loaded.draft_model.vocabulary is None
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], None]:
+    return lambda state: state.update({name: change(state[name])})
+
+
+ASCENDING, DIFFERENT = "the token ids of d2t are not ascending ids in 0 … 60", "d2t and t2d are different lists"
+BAD: list[tuple[str, Callable[[State], object]]] = [
+    ("its vocabulary list lacks t2d", lambda state: state.pop("t2d")),
+    ("d2t is no int64 vector", changed("d2t", lambda d2t: d2t.int())),
+    (ASCENDING, changed("d2t", lambda d2t: d2t + torch.tensor([0, 0, 0, 0, 1]))),
+    (ASCENDING, changed("d2t", lambda d2t: d2t.fill_(2**63 - 1))),
+    (ASCENDING, changed("d2t", lambda d2t: d2t - torch.tensor([0, 0, 1, 0, 0]))),
+    (DIFFERENT, changed("t2d", lambda t2d: t2d.long())),
+    (DIFFERENT, changed("t2d", lambda t2d: t2d.roll(1))),
+    (DIFFERENT, lambda state: state.update(vocabulary_maps(TOKENS, 62))),
+]
+
+
+@pytest.mark.parametrize(("problem", "change"), BAD)
+def test_a_list_that_does_not_fit_is_refused(
+    pair: GlideMixin, problem: str, change: Callable[[State], object], tmp_path: Path
+) -> None:
+    """In one line, by the check before the target is loaded."""
+    state = {name: weight.clone() for name, weight in pair.draft_model.state_dict().items()}
+    change(state)
+    torch.save(state, tmp_path / "draft.pth")
+    with pytest.raises(UserError, match=rf"draft\.pth: the draft does not fit the target: {problem}"):
+        check_draft(tmp_path / "draft.pth", tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+def test_a_fresh_draft_takes_a_list_and_a_saved_one_does_not(pair: GlideMixin) -> None:
+    fresh = LlamaGlide.from_pretrained(pair.name_or_path, draft_vocabulary=[9, 0, 60, 4, 3])
+    assert torch.equal(fresh.draft_model.vocabulary, TOKENS)
+    for tokens in ([], [1, 1], [61], [-1], [0.5], 5):
+        with pytest.raises(UserError, match=r"draft_vocabulary: must be a list of distinct token ids in 0 … 60"):
+            LlamaGlide.from_pretrained(pair.name_or_path, draft_vocabulary=tokens)
+    state = pair.draft_model.state_dict()
+    with pytest.raises(UserError, match="draft_vocabulary: for a fresh draft"):
+        LlamaGlide.from_pretrained(pair.name_or_path, state_dict=state, draft_vocabulary=[1])

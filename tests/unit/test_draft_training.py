@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_tokenizer import SPECIAL_TOKENS, byte_tokenizer
-from training_fixtures import make_target, metrics, single_rank_config, write_texts
+from training_fixtures import make_target, metrics, refused_training, single_rank_config, write_texts
 from typer.testing import CliRunner
 
 from longspec import generate
@@ -66,15 +66,6 @@ def work(data: Path, tmp_path: Path) -> Path:
 
 def configured(work: Path, *overrides: str) -> TrainConfig:
     return single_rank_config(work, f"max_steps={STEPS}", "save_steps=100", "learning_rate=1e-2", *overrides)
-
-
-def refusal(capsys: pytest.CaptureFixture[str], work: Path, *overrides: str) -> str:
-    """The only error line of a run."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match="2"):
-        train(configured(work, *overrides), Termination())
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line
 
 
 def most_frequent_bytes(file: Path) -> list[int]:
@@ -135,11 +126,12 @@ def test_what_contradicts_the_draft_is_one_line(work: Path, capsys: pytest.Captu
     file = f"{out}/checkpoint-last/draft_model_weights.pth"
     assert list_size(out / "checkpoint-last") == 40
     for more in (("resume=latest",), (f"draft_model_name_or_path={file}", other)):
-        line = refusal(capsys, work, "model.draft_vocabulary=30", *GLIDE, *more)
+        line = refused_training(configured(work, "model.draft_vocabulary=30", *GLIDE, *more), capsys)
         assert line.startswith("error: config key model.draft_vocabulary: 30, but the draft at ")
         assert line.endswith(" has 40; omit it")
     vocab = read_config(work / "target").vocab_size
-    assert f"only {vocab} tokens" in refusal(capsys, work, f"model.draft_vocabulary={vocab}", other)
+    too_many = configured(work, f"model.draft_vocabulary={vocab}", other)
+    assert f"only {vocab} tokens" in refused_training(too_many, capsys)
 
     stage = replace(configured(work, *GLIDE, "model.draft_vocabulary=40"), draft_model_name_or_path=file)
     plain = replace(stage, model=replace(stage.model, window=512, kv_layers=[], target_feature=False))
@@ -167,7 +159,7 @@ def test_an_eagle3_draft_has_the_published_form_and_its_own_head(
     with pytest.raises(UserError, match="mlp_size: eagle3 has no such option"):
         LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf", mlp_size=16)
     other = (EAGLE3[0], "model.architecture_options={window: 24}", "resume=latest")
-    assert "architecture_options.window: 24" in refusal(capsys, work, *other)
+    assert "architecture_options.window: 24" in refused_training(configured(work, *other), capsys)
 
     # A published draft may have an embedding of its own, which the saved states would lack.
     own = load_draft(work / "hf") | {"embed_tokens.weight": pair.model.embed_tokens.weight + 1}

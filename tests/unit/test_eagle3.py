@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from eagle3_reference import CONFIG, LISTED, VOCAB, Reference, published_pair, published_weights, random_tokens
-from oracles import Oracle
+from oracles import Oracle, compare_trees, prefilled, training_logits, training_pass
 from pairs import GLIDE, save_target, target_greedy
-from parity import compare_trees, prefilled, training_logits, training_pass
 from safetensors.torch import load_file, save_file
 from serving import ids
 
@@ -71,9 +70,8 @@ def test_packed_segments_do_not_see_each_other(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("longspec.models.eagle3.CHUNK", 7)
     model = published_pair(tmp_path, window=12)
     first, second = random_tokens(9), random_tokens(23)
-    packed = training_pass(
-        model, [first, second], torch.tensor([2, 4]), lambda hidden, *_: model.draft_model.lm_head(hidden)[0]
-    )
+    logits = lambda hidden, *_: model.draft_model.lm_head(hidden)[0]  # noqa: E731
+    packed = training_pass(model, [first, second], torch.tensor([2, 4]), logits)
     # Before the lag's first chain there is nothing to compare: such a query has no root.
     torch.testing.assert_close(packed[2:9], training_logits(model, first, 2)[2:], **TOLERANCE)
     torch.testing.assert_close(packed[13:], training_logits(model, second, 4)[4:], **TOLERANCE)
@@ -87,9 +85,8 @@ def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pyte
     for chunk in (64, 7):
         monkeypatch.setattr("longspec.models.eagle3.CHUNK", chunk)
         lags = torch.arange(1, 5)[:, None].expand(-1, 2)
-        losses = training_pass(
-            model, tokens, lags, lambda hidden, *_: model.draft_model.lm_head(hidden).logsumexp(-1).sum(), rows=2
-        )
+        loss = lambda hidden, *_: model.draft_model.lm_head(hidden).logsumexp(-1).sum()  # noqa: E731
+        losses = training_pass(model, tokens, lags, loss, rows=2)
         assert len(losses) == 4
         weights = [weight for weight in model.draft_model.parameters() if weight.requires_grad]
         gradients.append(torch.autograd.grad(sum(losses), weights))
@@ -203,18 +200,16 @@ def test_files_of_the_speculators_library_load(tmp_path: Path, copied: bool) -> 
     draft.mkdir()
     inner = {name: value for name, value in CONFIG.items() if name not in ("architectures", "draft_vocab_size")}
     config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": LISTED}
-    (draft / "config.json").write_text(
-        json.dumps(config | {"transformer_layer_config": inner, "norm_before_residual": False})
-    )
+    config |= {"transformer_layer_config": inner, "norm_before_residual": False}
+    (draft / "config.json").write_text(json.dumps(config))
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     weights = published_weights("layers.0") | {"embed_tokens.weight": embedding if copied else embedding + 1}
     save_file(weights, draft / "model.safetensors")
     model = GLIDE["llama"].from_pretrained(tmp_path, glide_path=draft, torch_dtype=torch.float32)
     assert (model.draft_model.embed_tokens is None) == copied
     prompt = random_tokens(9)
-    assert generate(model, [prompt.tolist()], max_new_tokens=8).new_tokens[0].tolist() == target_greedy(
-        model, prompt, 8
-    )
+    (found,) = generate(model, [prompt.tolist()], max_new_tokens=8).new_tokens
+    assert found.tolist() == target_greedy(model, prompt, 8)
 
 
 def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """GGUF files as targets: the same model and tokenizer, converted once; one line for other files."""
 
 import hashlib
-import io
 import random
 import shutil
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 from gguf_files import write_gguf
 from huggingface_hub import save_torch_state_dict
 from pairs import FAMILIES
+from real_tokenizers import sentencepiece_model
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,18 +29,11 @@ from longspec.models.packaged_targets import PACKAGED, QWEN_CODER, SMOLLM2
 from longspec.models.target_cache import converted, resolve_target
 from longspec.user_cache import user_cache
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 TOKENS = torch.arange(1, 60)[None]
-LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 8192
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "longspec" / "targets"
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -142,19 +135,8 @@ def test_text_is_split_as_the_file_says(split: str, pieces: list[str], tmp_path:
 
 def test_sentencepiece_vocabularies_merge_as_sentencepiece_does(tmp_path: Path) -> None:
     text = ["the target reads a prompt and its draft guesses what comes next", "  two spaces, 12 digits"] * 20
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text),
-        model_writer=model,
-        vocab_size=340,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "hard_vocab_limit": False}
+    reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(text, vocab_size=340, **options))
     numbers = range(reference.get_piece_size())
     kinds = [3 if reference.is_control(n) else 6 if reference.is_byte(n) else 1 for n in numbers]
     values = {
@@ -177,14 +159,15 @@ def test_a_file_is_converted_once(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     folder = Path(resolve_target(str(file)))
-    assert folder.parent == own_cache
+    cache = own_cache / "targets"
+    assert folder.parent == cache
     weights = folder / "model.safetensors"
     written = weights.stat().st_mtime_ns
     assert resolve_target(str(file)) == str(folder) and weights.stat().st_mtime_ns == written
     shutil.rmtree(folder)
-    (own_cache / f".{folder.name}.unfinished").mkdir()  # of a conversion that was killed
+    (cache / f".{folder.name}.unfinished").mkdir()  # of a conversion that was killed
     assert resolve_target(str(file)) == str(folder) and (folder / "tokenizer.json").is_file()
-    assert sorted(path.name for path in own_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    assert sorted(path.name for path in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
     # Another file of the same name is another target.
     write_gguf(file, seed=1)
     assert resolve_target(str(file)) != str(folder)

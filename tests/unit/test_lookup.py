@@ -1,36 +1,32 @@
-"""Prompt lookup and lookup branches against a plain search, row by row."""
+"""Prompt lookup, lookup branches and simulated rounds of lookup against plain searches, row by row."""
 
 import math
 import os
+from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from longspec.inference.drafting.lookup import (
-    BRANCH_SIZES,
-    LONGEST_MATCH,
-    PRIOR_WEIGHT,
-    PRIORS,
-    LookupBranches,
-    LookupDrafter,
-    TokenHistory,
-)
+from longspec.inference.adaptive.lookup_trace import LookupTrace, TrackedMean
+from longspec.inference.drafting import lookup
+from longspec.inference.drafting.lookup import LookupBranches, LookupDrafter, TokenHistory
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.tree import LookupState
 
 GAMMA, POSITIONS = 4, 64
 
 
-def plain_search(tokens: list[int]) -> list[int]:
-    """What is known to follow the latest of the places that match the end of `tokens` furthest."""
+def plain_search(tokens: list[int], count: int = GAMMA) -> list[int]:
+    """Up to `count` tokens known to follow the latest of the places that match the end of `tokens` furthest."""
     best, following = 0, []
     for place in range(len(tokens) - 1):
         length = 0
-        while length < LONGEST_MATCH and place - length >= 0 and tokens[place - length] == tokens[-1 - length]:
+        while length < lookup.LONGEST_MATCH and place - length >= 0 and tokens[place - length] == tokens[-1 - length]:
             length += 1
         if length and length >= best:
-            best, following = length, tokens[place + 1 : place + 1 + GAMMA]
+            best, following = length, tokens[place + 1 : place + 1 + count]
     return following
 
 
@@ -84,8 +80,8 @@ class PlainBranches:
     """The branches of one row, from lists of tokens."""
 
     def __init__(self, depth: int) -> None:
-        self.sizes = [min(size, depth) for size in BRANCH_SIZES]
-        self.hits, self.trials = [0] * len(PRIORS), [0] * len(PRIORS)
+        self.sizes = [min(size, depth) for size in lookup.BRANCH_SIZES]
+        self.hits, self.trials = [0] * len(lookup.PRIORS), [0] * len(lookup.PRIORS)
         self.former: list[tuple[int, list[int]]] = []
         self.known = 0
 
@@ -93,7 +89,7 @@ class PlainBranches:
         """Tokens and log-probabilities of each branch after `tokens`; counts the former ones."""
         for length, branch in self.former:
             for number, (token, truth) in enumerate(zip(branch, tokens[self.known :], strict=False)):
-                bucket = min(length + number, len(PRIORS)) - 1
+                bucket = min(length + number, len(lookup.PRIORS)) - 1
                 self.trials[bucket] += 1
                 self.hits[bucket] += token == truth
                 if token != truth:
@@ -101,7 +97,7 @@ class PlainBranches:
         matches = []
         for place in range(len(tokens) - 1):
             length = 0
-            while length < len(PRIORS) and length <= place and tokens[place - length] == tokens[-1 - length]:
+            while length < len(lookup.PRIORS) and length <= place and tokens[place - length] == tokens[-1 - length]:
                 length += 1
             matches.append((length, place))
         self.former, self.known, found, taken = [], len(tokens), [], set()
@@ -112,8 +108,11 @@ class PlainBranches:
             after = tokens[place + 1 :]
             branch = [after[number % len(after)] for number in range(size)]
             taken.add(branch[0])
-            buckets = [min(length + number, len(PRIORS)) - 1 for number in range(size)]
-            rates = [(self.hits[b] + PRIOR_WEIGHT * PRIORS[b]) / (self.trials[b] + PRIOR_WEIGHT) for b in buckets]
+            buckets = [min(length + number, len(lookup.PRIORS)) - 1 for number in range(size)]
+            rates = [
+                (self.hits[b] + lookup.PRIOR_WEIGHT * lookup.PRIORS[b]) / (self.trials[b] + lookup.PRIOR_WEIGHT)
+                for b in buckets
+            ]
             found.append((branch, [sum(map(math.log, rates[: number + 1])) for number in range(size)]))
             self.former.append((length, branch))
         return found
@@ -142,7 +141,7 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
             from longspec.kernels.triton import lookup_branches
 
             monkeypatch.setattr(lookup_branches, "CHUNK", 64)
-            lookup_branches.extend_branches(twin, root, root_at.int(), branches.sizes, PRIOR_WEIGHT)
+            lookup_branches.extend_branches(twin, root, root_at.int(), branches.sizes, lookup.PRIOR_WEIGHT)
             for mine, reference in zip(twin, branches.state, strict=True):
                 where = twin.match_lengths > 0 if mine is twin.tokens else ...
                 torch.testing.assert_close(mine[where], reference[where])
@@ -162,3 +161,35 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     assert seen > 40 and branches.state.trials.sum() > 40
     branches.start(text[:, :40], torch.tensor(lengths))
     assert not branches.state.trials.any() and not branches.state.match_lengths.any()
+
+
+@pytest.mark.parametrize("vocab", [2, 6, 300])
+def test_simulated_rounds_are_those_of_a_plain_search(vocab: int) -> None:
+    random, depths = Random(vocab), (4, 15)
+    text = [random.randrange(vocab) for _ in range(random.randrange(1, 30))]
+    trace = LookupTrace(depths, np.array(text), 1, 1.2, 4.0)
+    text.append(1)
+    means = [TrackedMean(1.2, 4.0) for _ in depths]
+    chains, matched = [plain_search(text, depth) for depth in depths], [0, 0]
+    for _ in range(300):
+        read = len(text)
+        for _ in range(random.choice((1, 1, 2, 6))):
+            # Half of the text continues what it copies.
+            text.append(text[len(text) // 3] if random.random() < 0.5 else random.randrange(vocab))
+            for number, depth in enumerate(depths):
+                if chains[number][matched[number] :][:1] == text[-1:]:
+                    matched[number] += 1
+                else:
+                    means[number].add(matched[number] + 1)
+                    chains[number], matched[number] = plain_search(text, depth), 0
+        trace.extend(text[read:])
+        assert [mean.value for mean in trace.means] == [mean.value for mean in means]
+    assert trace.tokens.tolist() == text
+
+
+def test_an_observation_of_many_rows_outweighs_a_prior_as_those_of_each_row() -> None:
+    together, apart = TrackedMean(2.0, 4.0), TrackedMean(2.0, 4.0)
+    together.add(1.5, 8)
+    for _ in range(8):
+        apart.add(1.5)
+    assert together.value == pytest.approx(apart.value) == pytest.approx((4 * 2.0 + 8 * 1.5) / 12)

@@ -1,5 +1,6 @@
-"""How a target and its draft are built."""
+"""How a target and its draft are built, and `load_pair`, which makes them ready to generate."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import torch
 import transformers
 from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors.torch import load_file, save_file
-from training_fixtures import ROOT
+from training_fixtures import ROOT, make_target
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 import longspec
+from longspec import generate, load_pair
 from longspec.errors import UserError
+from longspec.inference import registry
+from longspec.inference.device import choose_dtype
 from longspec.models.families import pair_class
 from longspec.models.parallel import PretrainedModelParallelPreSplitMixin
 from longspec.models.target_files import position_limit
@@ -45,17 +50,14 @@ def test_constructor_loads_the_target_in_float16_and_freezes_it(tmp_path: Path, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_target_weights_and_logits_are_the_files(tmp_path: Path, family: str) -> None:
-    model = make_pair(tmp_path, family)
+    """Tied embeddings stay tied."""
+    model = make_pair(tmp_path, family, tie_word_embeddings=family == "qwen2")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (family == "qwen2")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     for name, weight in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight), name
     tokens = torch.randint(0, 61, (2, 11), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
-
-
-def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
-    model = make_pair(tmp_path, tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_fresh_draft_has_the_stated_initialisation(tmp_path: Path) -> None:
@@ -117,12 +119,9 @@ def test_targets_with_sliding_windows_are_refused_by_name(
     save_target(tmp_path, family, **settings)
     with pytest.raises(UserError, match=f"{tmp_path}: .*{named}"):
         GLIDE[family].from_pretrained(tmp_path)
-
-
-def test_a_window_counts_whatever_the_types_of_layers_that_mistral_does_not_read() -> None:
-    config = tiny_config("mistral", sliding_window=4096, layer_types=["full_attention"] * 3)
+    typed = tiny_config("mistral", sliding_window=4096, layer_types=["full_attention"] * 3)  # which Mistral ignores
     with pytest.raises(UserError, match="a target with sliding_window 4096"):
-        GLIDE["mistral"].check_family(config, "target")
+        GLIDE["mistral"].check_family(typed, "target")
 
 
 @pytest.mark.parametrize(
@@ -156,19 +155,6 @@ def test_target_with_a_missing_weight_is_refused(tmp_path: Path) -> None:
         LlamaGlide.from_pretrained(tmp_path)
 
 
-def test_target_whose_weights_carry_code_is_refused(tmp_path: Path) -> None:
-    class Payload:
-        def __reduce__(self):  # type: ignore[no-untyped-def]
-            return (Path.touch, (tmp_path / "ran",))
-
-    save_target(tmp_path / "target", "llama")
-    (tmp_path / "target" / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Payload()}, tmp_path / "target" / "pytorch_model.bin")
-    with pytest.raises(UserError, match="weights do not load"):
-        LlamaGlide.from_pretrained(tmp_path / "target")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_draft_is_checked_before_the_target_is_loaded(tmp_path: Path) -> None:
     save_target(tmp_path, "llama")
     (tmp_path / "model.safetensors").write_bytes(b"unreadable")
@@ -190,3 +176,108 @@ def test_position_limit_counts_the_scaling() -> None:
         config = tiny_config("llama", max_position_embeddings=positions)
         config.rope_parameters = rope | {"rope_theta": 10000.0}
         assert position_limit(config) == limit
+
+
+def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target(tmp_path / "target")
+    logging.enable_progress_bar()
+    capsys.readouterr()
+    pair, tokenizer = load_pair(str(target), dtype=torch.float64)
+    assert pair.dtype == torch.float64 and not pair.training
+    prompt = tokenizer("the target reads", return_tensors="pt")["input_ids"]
+    assert len(generate(pair, prompt, method="magicdec", max_new_tokens=5).new_tokens[0]) <= 5
+    torch.save(pair.draft_model.state_dict(), tmp_path / "draft.pth")
+    again, _ = load_pair(str(target), draft=str(tmp_path / "draft.pth"))
+    assert not capsys.readouterr().err and logging.is_progress_bar_enabled(), "no bar, and the user's setting stays"
+    assert again.dtype == torch.float32
+    for name, weight in again.draft_model.state_dict().items():
+        torch.testing.assert_close(weight, pair.draft_model.state_dict()[name].float(), rtol=0, atol=0)
+
+
+def test_published_and_embedded_drafts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "DRAFTS", tmp_path)
+    monkeypatch.setattr(registry, "resolve_target", lambda name: f"folder of {name}")
+    for name, folder in registry.EMBEDDED_DRAFTS.items():
+        assert registry.choose_pair(name).draft is None
+        (tmp_path / folder).mkdir()
+        pair = registry.choose_pair(name)
+        assert (pair.target, pair.draft) == (f"folder of {name}", str(tmp_path / folder))
+        assert registry.choose_pair(name, "mine").draft == "mine"
+    assert registry.choose_pair(None) == registry.choose_pair("smollm2-135m")
+    assert list(registry.PUBLISHED_PAIRS) == ["vicuna7b", "vicuna13b", "longchat7b", "longchat13b", "llama8b", "qwq"]
+    assert registry.choose_pair("llama8b").draft == "sail/longspec-Llama-3-8B-Instruct-262k"
+
+
+def test_a_cast_target_is_otherwise_the_same(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", eos_token_id=[7, 9])
+    own, other = (load_pair(str(target), dtype=dtype)[0] for dtype in ("float32", torch.float64))
+    assert other.config.name_or_path == own.config.name_or_path == str(target)
+    assert other.generation_config.to_dict() == own.generation_config.to_dict()
+    for name, weight in load_file(target / "model.safetensors").items():
+        assert torch.equal(own.get_parameter(name).data, weight)
+        assert torch.equal(other.get_parameter(name).data, weight.double())
+
+
+def test_a_weight_file_with_more_than_weights_is_one_line(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    state = load_file(target / "model.safetensors")
+    (target / "model.safetensors").unlink()
+    torch.save(state, target / "pytorch_model.bin")
+    assert load_pair(str(target), dtype="bfloat16")[0].dtype == torch.bfloat16
+    torch.save(state | {"epoch": 3}, target / "pytorch_model.bin")
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(UserError, match=r"epoch would be ignored|not a dictionary of plain weights"):
+            load_pair(str(target), dtype=dtype)
+
+
+@pytest.mark.parametrize(("device", "message"), [("tpu!", "not s"), ("meta", "not s"), ("cuda:99", "has")])
+def test_a_device_that_is_not_there_is_one_line(device: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"device: .*{message}"):
+        load_pair("smollm2-135m", device=device)
+
+
+def test_a_published_generation_config_can_be_saved_again(tmp_path: Path) -> None:
+    """Vicuna's has a temperature without do_sample, which transformers refuses to save in a config that was changed."""
+    target = make_target(tmp_path / "target", eos_token_id=7)
+    file = target / "generation_config.json"
+    settings = {**json.loads(file.read_text()), "temperature": 0.9, "top_p": 0.6}
+    file.write_text(json.dumps(settings))
+    pair, tokenizer = load_pair(str(target))
+    pair.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved == {**settings, "eos_token_id": [7, tokenizer.eos_token_id]}
+    LlamaGlide.from_pretrained(target, pad_token_id=3).save_pretrained(tmp_path / "padded")
+    assert json.loads((tmp_path / "padded" / "generation_config.json").read_text())["pad_token_id"] == 3
+
+
+def test_an_adapter_in_the_folder_is_refused(tmp_path: Path) -> None:
+    """It would not be applied, with or without the model's own files next to it."""
+    for folder in (make_target(tmp_path / "target"), tmp_path):
+        for name in ("adapter_config.json", "adapter_0.pt", "pytorch_lora_weights.safetensors"):
+            (folder / name).write_text("{}")
+            with pytest.raises(UserError, match=rf"holds an adapter \({name}\)"):
+                load_pair(str(folder))
+            (folder / name).unlink()
+
+
+def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    for ids in ("2", True, [2, "3"]):
+        (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(UserError, match=r"eos_token_id .* is not a token id"):
+            load_pair(str(target))
+
+
+def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config("llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.float16
+    assert "float16" in caplog.text and len(caplog.records) == 1
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("auto", config, torch.device("cpu")) == torch.float32
+    assert choose_dtype("float16", config, torch.device("cpu")) == torch.float16

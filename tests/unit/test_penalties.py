@@ -1,4 +1,4 @@
-"""Penalties: every node of a tree gets the logits that its own whole text gives, whatever its neighbors are."""
+"""Random numbers, settings and penalties per row: each node of a tree has the law of its own whole text."""
 
 from math import inf
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 from faults import PENALTY_FAULTS
-from penalty_reference import processed
+from penalty_reference import processed, transformers_warpers
 
 from longspec.inference import sampling
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.request import PenaltyKind, Sampling, joined_penalties
 from longspec.inference.row_settings import RowSettings, served_penalties
-from longspec.inference.sampling import Sampler, SamplingKind
+from longspec.inference.sampling import Sampler, SamplingKind, sampling_kind
 from longspec.inference.token_options import token_settings
+from longspec.kernels.torch.row_noise import row_noise
 
 VOCAB, EOS = 7, 6
 OPTIONS: list[dict[str, Any]] = [
@@ -145,3 +146,80 @@ def test_rows_without_penalties_run_none_of_this(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sampling, name, None)
     tree = random_tree(1, 9, torch.Generator().manual_seed(0))
     assert sampler.penalized(logits, tree) is logits and sampler.draft_terms(VOCAB) is None
+
+
+SEEDS = torch.tensor([0, 5, -1, 2**62])
+POSITIONS = torch.tensor([0, 3, 7, 100], dtype=torch.int32)
+CONSTANT = torch.tensor([False, True, False, False])
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("stream", [0, 1, 5 << 20])
+def test_the_kernel_has_the_bits_of_the_reference(device: str, stream: int) -> None:
+    kernel = pytest.importorskip("longspec.kernels.triton.row_noise").row_noise
+    seeds, positions, constant = (x.to(device) for x in (SEEDS, POSITIONS, CONSTANT))
+    uniforms = kernel(seeds, positions, stream, (3, 421))
+    assert torch.equal(uniforms.cpu(), row_noise(SEEDS, POSITIONS, stream, (3, 421)))
+    exponentials = kernel(seeds, positions, stream, (3, 421), constant)
+    expected = row_noise(SEEDS, POSITIONS, stream, (3, 421), CONSTANT)
+    torch.testing.assert_close(exponentials.cpu(), expected, rtol=1e-14, atol=0)
+
+
+def test_law_of_the_numbers() -> None:
+    seeds, positions = torch.arange(40) // 8, torch.arange(40) % 8
+    uniforms = row_noise(seeds, positions, 0, (2500,))
+    exponentials = row_noise(seeds, positions, 1, (2500,), torch.zeros(40, dtype=torch.bool))
+    assert exponentials.min() > 0 and exponentials.isfinite().all()
+    both = torch.cat([uniforms, 1 - (-exponentials).exp()])
+    ordered = both.flatten().sort().values
+    steps = torch.arange(1, len(ordered) + 1) / len(ordered)
+    assert (ordered - steps).abs().max() < 1.95 / len(ordered) ** 0.5  # Kolmogorov-Smirnov at a level of 1e-3
+    correlations = torch.corrcoef(both).triu(1).abs()  # seeds, positions and streams are unrelated
+    assert correlations.max() < 5.2 / 2500**0.5  # 3,160 pairs at a level of 1e-3
+
+
+WIDE = 13
+ROWS = [
+    Sampling(),
+    Sampling(0.7),
+    Sampling(1.0, top_k=3),
+    Sampling(1.5, top_p=0.6),
+    Sampling(0.9, top_p=0.8, top_k=5),
+    Sampling(0.0, top_p=0.5, top_k=2),
+    Sampling(1.0, top_p=1e-6),
+    Sampling(1.0, top_k=WIDE + 5),
+    Sampling(1.2, min_p=0.2),
+    Sampling(1.0, typical_p=0.7),
+    Sampling(0.8, epsilon_cutoff=0.05),
+    Sampling(1.3, top_k=9, top_p=0.9, min_p=0.05, typical_p=0.9, epsilon_cutoff=0.02),
+]
+
+
+def settings() -> RowSettings:
+    rows = RowSettings.allocate(len(ROWS), torch.device("cpu"))
+    rows.assign(slice(0, len(ROWS)), ROWS, [2**64 - 1 - row for row in range(len(ROWS))])
+    rows.positions.copy_(torch.arange(len(ROWS)))
+    return rows
+
+
+def transformers_probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """logits [N, V]."""
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), WIDE).float()
+    warpers = transformers_warpers(sampling.temperature, {name: getattr(sampling, name) for name in sampling.filters})
+    return warpers(None, logits).softmax(-1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nodes", [(), (4,)])
+def test_each_row_has_its_own_distribution(nodes: tuple[int, ...]) -> None:
+    """In a batch with all kinds of rows, and alone."""
+    logits = 3 * torch.randn(len(ROWS), *nodes, WIDE, generator=torch.Generator().manual_seed(0))
+    logits[4, ..., 3] = -torch.inf
+    p = Sampler(sampling_kind(ROWS), settings()).probabilities(logits)
+    for row, own in enumerate(ROWS):
+        expected = transformers_probabilities(logits[row].view(-1, WIDE), own).view(logits[row].shape)
+        torch.testing.assert_close(p[row], expected)
+        assert torch.equal(p[row] == 0, expected == 0)
+        if not own.greedy:
+            alone = Sampler(sampling_kind([own]), settings().narrow(slice(row, row + 1)))
+            torch.testing.assert_close(alone.probabilities(logits[row, None])[0], expected)

@@ -43,9 +43,8 @@ def code_files(count: int) -> list[SourceFile]:
 @pytest.mark.parametrize("task", ["lcc", "repobench-p", "qmsum", "gsm8k", "chat", "edit", "quote"])
 @pytest.mark.parametrize("length", [800, 1600])
 def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task: str, length: int) -> None:
-    chats = [
-        [{"role": "user", "content": f"{n} " * 20}, {"role": "assistant", "content": "yes " * 15}] for n in range(20)
-    ]
+    yes = {"role": "assistant", "content": "yes " * 15}
+    chats = [[{"role": "user", "content": f"{n} " * 20}, yes] for n in range(20)]
     own = replace(read_texts(str(texts), None, "train"), code=code_files(6), chats=chats)
     makers = Makers(target, own, "train")
     records = list(makers.records(task, [length] * 6, random.Random(0)))
@@ -99,9 +98,8 @@ def write_packages(folder: Path) -> tuple[list[str], str]:
 
 def test_packages_are_split_by_name_and_forks_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, fork = write_packages(tmp_path)
-    monkeypatch.setattr(
-        sources.sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), tmp_path)
-    )
+    paths = dict.fromkeys(("stdlib", "purelib", "platlib"), tmp_path)
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: paths)
     files = read_code(CodeSettings(), 0)
     assert all(file.package in names and split_of(file.package) == split for split in SPLITS for file in files[split])
     assert all(files.values()) and not any("skipped" in file.path for split in SPLITS for file in files[split])

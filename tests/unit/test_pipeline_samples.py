@@ -1,14 +1,29 @@
-"""Figures of a report: pooled ratios, standard errors, pairing by prompt, verdicts, tables."""
+"""Figures of a report: pooled ratios, errors, pairing by prompt, verdicts, and acceptance on given text."""
 
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
 import pytest
+import torch
+from pairs import make_pair
+from torch import Tensor
 
 from experiments.claims import Goal, goal_verdict, paper_claims
+from longspec import generate
+from longspec.inference.drafting.proposal import Proposal
+from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine.static_batch import StaticBatch
+from longspec.inference.runner import Runner
+from longspec.inference.sampling import GREEDY
+from longspec.models.glide import GlideMixin
+from longspec.pipeline import report
+from longspec.pipeline.forced import depth_probabilities, forced_acceptance
 from longspec.pipeline.report import by_context, by_method, same_text
+from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples, pooled, speed_ratio
 
 
@@ -56,7 +71,7 @@ def evaluation() -> Samples:
     return Samples(frame(*lines))
 
 
-def verdict(samples: Samples, figure: str, least: float, **values: Any) -> tuple[str, str]:
+def judged(samples: Samples, figure: str, least: float, **values: Any) -> tuple[str, str]:
     row = goal_verdict(samples, Goal(figure, least, **values))
     return row.measured, row.verdict
 
@@ -75,7 +90,7 @@ def test_contexts_compare_on_the_same_text() -> None:
     assert list(greedy)[2:] == ["1024 tokens", "4096 tokens", "30000 tokens", "4096 over 1024", "30000 over 1024"]
     assert greedy["1024 tokens"].startswith("2.86") and bound["1024 tokens"].startswith("2.14")
     assert (greedy["4096 over 1024"], greedy["30000 over 1024"]) == ("0.80 ± 0.00", "0.50 ± 0.00")
-    assert verdict(samples, "longest over shortest context", 0.95) == ("0.50 ± 0.00", "missed")
+    assert judged(samples, "longest over shortest context", 0.95) == ("0.50 ± 0.00", "missed")
 
 
 def test_every_claim_of_the_paper_has_a_row() -> None:
@@ -103,3 +118,86 @@ def test_contexts_compare_over_the_tasks_that_have_all_of_them() -> None:
     assert greedy["1024 tokens"].tolist() == ["5.00 ± 0.00", "40.00", "4.00 ± 0.00", "5.00 ± 0.00"]
     speeds = by_context(samples, partial(samples.speed_up, other="vanilla"))
     assert speeds["7000 tokens"].tolist() == ["5.00 ± 0.00", "-", "2.00 ± 0.00", "5.00 ± 0.00", "-", "-"]
+
+
+SPEEDS = {"vanilla": 10, "lookup": 15, "tree": 20, "auto": 30}
+
+
+def samples(outputs: dict[str, int], looping: dict[str, int]) -> Samples:
+    """Greedy samples of every main method: numbers of outputs without and with loops by task."""
+    rows = []
+    for method, task in product(report.MAIN_METHODS, outputs):
+        for number in range(outputs[task] + looping[task]):
+            loops = number >= outputs[task]
+            seconds = (0.1 if loops else 1.0) * 60 / SPEEDS[method]
+            figures = {"rounds": 20, "decoded_tokens": 60, "decode_s": seconds, "loops": loops}
+            rows.append(line(method, number, task=task, context=0, **figures))
+    return Samples(frame(*rows))
+
+
+def test_tasks_with_few_outputs_count_only_in_the_last_row() -> None:
+    measured = samples({"lcc": report.LEAST_OUTPUTS, "edit": report.LEAST_OUTPUTS - 1}, {"lcc": 0, "edit": 3})
+    assert report.main_tasks(measured) == ["lcc"]
+    lcc, everything = report.main_table(measured).to_dict("records")
+    assert (lcc["task"], everything["task"]) == ("lcc", "all")
+    for row in (lcc, everything):
+        assert row["tokens per round, tree"].startswith("3.00")
+        assert row["tokens/s, auto"].startswith("30") and row["tokens/s, vanilla"].startswith("10")
+        assert row["auto over vanilla"].startswith("3.00") and row["auto over lookup"].startswith("2.00")
+
+
+def test_a_draft_slower_than_lookup_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = verdict(samples({"lcc": 6}, {"lcc": 0}))
+    assert "3.00 ± 0.00 tokens per round" in good and "1.33 ± 0.00 x as fast as prompt lookup" in good
+    monkeypatch.setitem(SPEEDS, "tree", 12)
+    bad = verdict(samples({"lcc": 6}, {"lcc": 0}))
+    assert bad.startswith("The draft is slower than prompt lookup") and "0.80 ± 0.00 x" in bad and "--text" in bad
+
+
+SHAPE = (8, 8, 8)
+
+
+def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
+    """Number of rounds and tokens of greedy decoding while a whole tree fits before `length`."""
+    sampler, runner = GREEDY, Runner(model)
+    drafter = TreeDrafter(runner, 1, SHAPE, sampler, "descend")
+    engine = StaticBatch(runner, drafter, sampler, prompt[None], [len(prompt)], 60)
+    engine.prefill()
+    read, counts = len(prompt), []
+    while read + len(SHAPE) + 2 <= length:
+        counts.append(int(engine.round(torch.ones(1, dtype=torch.bool))[1]))
+        read += counts[-1]
+    return len(counts), sum(counts)
+
+
+@torch.no_grad()
+def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> None:
+    model, prompt = make_pair(tmp_path), torch.arange(3, 23)
+    text = generate(model, prompt[None], method="vanilla", max_new_tokens=50, eos_token_id=()).sequences[0]
+    figures = forced_acceptance(model, prompt.tolist(), text[len(prompt) :].tolist(), SHAPE)
+    assert (figures["rounds"], figures["decoded_tokens"]) == decoded(model, prompt, len(text))
+    assert figures["decoded_tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
+
+
+@torch.no_grad()
+def test_forced_lookup_proposes_what_followed_before(tmp_path: Path) -> None:
+    """A text that repeats itself: each round accepts the whole chain."""
+    model, period = make_pair(tmp_path), list(range(3, 23))
+    figures = forced_acceptance(model, 2 * period, 2 * period, (1, 1, 1), "lookup")
+    assert figures["decoded_tokens"] == 4 * figures["rounds"] and not figures["bound"]
+
+
+def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
+    """A root with children 5 and 7, a child 2 below 7, and a node without parent that only fills its level."""
+    visible = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+    proposal = Proposal(
+        tokens=torch.tensor([[1, 5, 7, 2, 0]]),
+        parents=torch.tensor([[-1, 0, 0, 2, -1]]),
+        levels=torch.tensor([0, 1, 1, 2, 2]),
+        visible=torch.tensor([visible]) > 0,
+        depth=2,
+    )
+    logits = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    p = logits.softmax(-1)[0]
+    expected = torch.stack([p[0, 5] + p[0, 7], p[0, 7] * p[2, 2]])
+    torch.testing.assert_close(depth_probabilities(proposal, logits)[0], expected)

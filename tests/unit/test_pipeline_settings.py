@@ -1,6 +1,10 @@
-"""Settings of `longspec draft`: one-line errors, stages, launch commands, and resumed evaluations."""
+"""Settings and processes of `longspec draft`: one-line errors, stages, launches and their end."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,9 @@ from experiments.arms import read_experiment
 from experiments.comparison import read_comparison
 from longspec.errors import UserError
 from longspec.pipeline import training
-from longspec.pipeline.files import answers_file, read_jsonl, training_files
+from longspec.pipeline.files import answers_file, read_jsonl, settings_file, training_files
 from longspec.pipeline.probes import best_candidate, probe_table
-from longspec.pipeline.processes import launch_line
+from longspec.pipeline.processes import launch, launch_line, running
 from longspec.pipeline.settings import Settings, load_settings
 from longspec.pipeline.training import batches, run_folder, stage_facts, train
 from longspec.replacing import write_atomically
@@ -39,12 +43,9 @@ def load(*overrides: str) -> Settings:
         ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no chta; use chat, "),
         ("answers.source={prompts: [lcc], max_new_tokens: 1, batch_size: 1}", "reserved for code.train_files"),
         ("chat.train=-5", "key chat.train: -5; must be at least 0"),
-        ("prompts.train.lcc=-1", "key prompts.train.lcc: -1; must be at least 0"),
-        ("training.stages.stage1.steps=0", "key training.stages.stage1.steps: 0; must be at least 1"),
         ("answers.code.batch_size=0", "key answers.code.batch_size: 0; must be at least 1"),
         ("evaluation.methods=[{name: tree, prompts: -1}]", r"key evaluation.methods.0.prompts: -1; must be at least 1"),
         ("evaluation.methods=[{name: tree, prompts: 1, tree_shape: [4, 0]}]", r"methods.0.tree_shape.1: 0; must be"),
-        ("training.stages.stage2.replay.chta=5", "stages.stage2.replay: no chta"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None:
@@ -157,3 +158,50 @@ def test_another_architecture_goes_without_probes() -> None:
     assert settings.training.architecture == "eagle3" and not settings.probes
     with pytest.raises(UserError, match=r"training\.architecture: no eagle4; use glide, eagle3"):
         load_settings(ROOT / "experiments" / "qwen_coder.yaml", ["training.architecture=eagle4"])
+
+
+RANK = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path(sys.argv[1], "saved").touch()
+    raise SystemExit
+signal.signal(signal.SIGTERM, save)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_launch_that_is_interrupted_may_save(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", RANK, str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt), running(line, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "started\n"
+        raise KeyboardInterrupt
+    assert child.poll() == 0 and (tmp_path / "saved").exists()
+
+
+def test_a_launch_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    folder = tmp_path / "training" / "stage1"
+    folder.mkdir(parents=True)
+    (folder / "log.txt").write_text("an earlier run\n")
+    with pytest.raises(UserError, match=r"(?s)ended with code 3.*what went wrong"):
+        launch([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], folder, steps=4)
+    assert (folder / "log.txt").read_text().startswith("an earlier run\n")
+
+
+def test_a_rank_that_waits_for_the_others_ends_with_its_launcher(tmp_path: Path) -> None:
+    """Its launcher, which has put it into a session of its own as torchrun does, is killed."""
+    settings = (Path(__file__).parents[1] / "tiny_draft.yaml").read_text()
+    settings_file(tmp_path).write_text(settings.replace("target: ???", "target: none"))
+    rank = [sys.executable, "-m", "longspec.pipeline", "write_share", str(tmp_path)]
+    launcher = f"import subprocess; subprocess.Popen({rank}, start_new_session=True).wait()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen([sys.executable, "-c", launcher], env=os.environ | place | ranks, **pipes) as process:
+            waiting, _ = server.accept()
+            with waiting:
+                process.kill()
+                # The pipe is open until the rank has ended, which gives up by itself after five minutes.
+                process.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
 from longspec.train.config import compose_config
 
+Refusal = Callable[..., str]
 GIB = 2**30
 H100 = Machine(1, 80 * GIB, 1.0, "1 x H100")
 
@@ -107,18 +109,15 @@ def test_the_evaluation_of_a_draft_trains_nothing() -> None:
 
 
 def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_chat_target(tmp_path / "target")
     monkeypatch.setattr(run, "ask", lambda: pytest.fail("asked before the refusal"))
     monkeypatch.setattr(Target, "read", classmethod(lambda cls, name, path: replace(QWEN, name=name)))
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: Machine(0, 16 * GIB, 1e-4, "2 CPU cores")))
     root = tmp_path / "out"
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        command.main([str(folder), "--output_dir", str(root)])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and not root.exists()
+    line = refusal(command.main, [str(folder), "--output_dir", str(root)])
+    assert not root.exists()
     assert "this would take about" in line and "hours on 2 CPU cores, more than twice --hours; run it on a" in line
     command.main([str(folder), "--output_dir", str(root), "--dry_run"])
     (note,) = capsys.readouterr().err.splitlines()
@@ -126,7 +125,7 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     assert note.endswith(line.removeprefix("error: "))
 
 
-def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, refusal: Refusal) -> None:
     """One that is quantized, and one without a chat template."""
     file, plain = make_chat_target(tmp_path / "target") / "config.json", make_target(tmp_path / "plain")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
@@ -134,20 +133,14 @@ def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, capsys: 
         (file.parent, "is quantized; train the draft for the unquantized weights"),
         (plain, "has no chat template"),
     ):
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            command.main([str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert problem in line and not (tmp_path / "out").exists()
+        assert problem in refusal(command.main, [str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("option", "value"), [("hours", "nan"), ("contexts", "-5")])
-def test_times_and_lengths_that_are_not_positive_are_refused(
-    option: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["target", f"--{option}={value}", "--dry_run"])
-    assert re.fullmatch(rf"error: --{option} \S+: must be a positive number\n", capsys.readouterr().err)
+def test_times_and_lengths_that_are_not_positive_are_refused(option: str, value: str, refusal: Refusal) -> None:
+    error = refusal(command.main, ["target", f"--{option}={value}", "--dry_run"])
+    assert re.fullmatch(rf"error: --{option} \S+: must be a positive number", error)
 
 
 def test_a_dry_run_prints_a_file_for_config(
@@ -165,16 +158,16 @@ def test_a_dry_run_prints_a_file_for_config(
     assert file.read_text().startswith(f"# target: {folder}, llama, ")
 
 
-def test_a_folder_that_does_not_suit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_does_not_suit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
+) -> None:
     """One of another plan, and one that cannot be created."""
     folder = make_chat_target(tmp_path / "target")
     command.main([str(folder), "--dry_run"])
     (tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        command.main([str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
-    assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main([str(folder), "--output_dir", f"{tmp_path}/settings.yaml/out", "--yes"])
-    assert capsys.readouterr().err.endswith("settings.yaml/out/.lock cannot be written (Not a directory)\n")
+    error = refusal(command.main, [str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
+    assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in error
+    error = refusal(command.main, [str(folder), "--output_dir", f"{tmp_path}/settings.yaml/out", "--yes"])
+    assert error.endswith("settings.yaml/out/.lock cannot be written (Not a directory)")
     # More contexts than the target has positions are the same plan.
     command.main([str(folder), "--output_dir", str(tmp_path), "--contexts", "999999", "--dry_run"])

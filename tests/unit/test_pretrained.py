@@ -46,9 +46,8 @@ def test_a_saved_pair_comes_back_whole(tmp_path: Path, family: str, tied: bool) 
     back = GLIDE[family].from_pretrained(tmp_path / "pair")
     assert weights_equal(pair, back)
     assert back.draft_model.options == replace(options, window=77) and back.draft_is_trained
-    assert all(
-        parameter.requires_grad == name.startswith("draft_model.") for name, parameter in back.named_parameters()
-    )
+    parameters = dict(back.named_parameters())
+    assert all(parameters[name].requires_grad == name.startswith("draft_model.") for name in parameters)
     back.save_pretrained(tmp_path / "again", max_shard_size="20KB")
     assert len(list((tmp_path / "again").glob("model-*.safetensors"))) > 1
     assert weights_equal(pair, GLIDE[family].from_pretrained(tmp_path / "again"))
@@ -229,9 +228,8 @@ class SignQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def test_a_quantized_target_has_a_draft_in_the_compute_dtype(tmp_path: Path) -> None:
     save_target(tmp_path, "llama")
-    model = LlamaGlide.from_pretrained(
-        tmp_path, dtype="bfloat16", quantization_config=SignsConfig(), device_map={"": "cpu"}
-    )
+    settings = {"quantization_config": SignsConfig(), "device_map": {"": "cpu"}}
+    model = LlamaGlide.from_pretrained(tmp_path, dtype="bfloat16", **settings)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert {parameter.dtype for parameter in model.draft_model.parameters()} == {torch.bfloat16}
     assert model.is_quantized and model.quantization_method == "signs" and model.hf_quantizer is not None

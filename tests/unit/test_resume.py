@@ -15,6 +15,7 @@ from training_fixtures import (
     make_target,
     metrics,
     one_rank_alone,
+    refused_training,
     single_rank_config,
     timeless,
     write_texts,
@@ -70,14 +71,9 @@ def tree(folder: Path) -> dict[str, Any]:
 def refusal(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> str:
     """The single error line of a launch, which must not change anything."""
     before = tree(Path(config.output_dir))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        train(config, Termination())
-    errors = capsys.readouterr().err.splitlines()
-    lines = [line for line in errors if line.startswith("error: ")]
-    assert end.value.code == 2 and len(lines) == 1 and "Traceback" not in str(errors)
+    line = refused_training(config, capsys)
     assert tree(Path(config.output_dir)) == before
-    return lines[0]
+    return line
 
 
 def test_a_draft_without_its_state_is_started_from_and_kept(

@@ -1,13 +1,17 @@
-"""Answers of the web application: text, chunks, log-probabilities and errors, from given events of a scheduler."""
+"""Answers of the web application: text, stop strings, chunks, log-probabilities and errors, from given events."""
 
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from server_script import HELLO, TOKENIZER, Script, chat, events, ids, said
 from starlette.testclient import TestClient
 
+from longspec.inference.detokenizer import REPLACEMENT, Detokenizer
 from longspec.inference.engine.requests import Finished, PromptScores, Timings, Tokens, Tree
+from longspec.inference.server.answer_text import AnswerText, Piece
 from longspec.inference.server.replies import server_sent_event
 
 
@@ -50,54 +54,33 @@ def test_an_event_is_one_line_for_every_client(mark: str) -> None:
 
 def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClient, script: Script) -> None:
     tree = Tree(ids("xhz"), [-1, 0, 0], [1], ["draft"])
-    script.events = [
-        said("a"),
-        Tokens(ids("hé"), ["draft", "target", "target"], tree=tree),
-        Finished("length", timings=Timings(decode_s=2.0)),
-    ]
+    end = Finished("length", timings=Timings(decode_s=2.0))
+    script.events = [said("a"), Tokens(ids("hé"), ["draft", "target", "target"], tree=tree), end]
     script.cached = [4]
     chunks = events(client, **HELLO, stream_options={"include_usage": True})
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
-        {"role": "assistant", "content": ""},
-        {"content": "a"},
-        {"content": "hé"},
-        {},
-    ]
+    first, *deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert first == {"role": "assistant", "content": ""} and deltas == [{"content": "a"}, {"content": "hé"}, {}]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1 and "longspec" not in str(chunks)
     assert chunks[-1]["choices"] == [] and chunks[0]["usage"] is None
     assert chunks[-1]["usage"]["completion_tokens"] == 4
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     *_, round_chunk, end = events(client, **HELLO, longspec={"tokens": True})
-    assert round_chunk["longspec"]["tokens"] == [
-        {"text": "h", "origin": "draft"},
-        {"text": "", "origin": "target"},
-        {"text": "é", "origin": "target"},
-    ]
-    assert round_chunk["longspec"]["tree"] == {
-        "texts": ["x", "h", "z"],
-        "parents": [-1, 0, 0],
-        "accepted": [1],
-        "origins": ["draft"],
-    }
+    told = [(token["text"], token["origin"]) for token in round_chunk["longspec"]["tokens"]]
+    assert told == [("h", "draft"), ("", "target"), ("é", "target")]
+    known = {"texts": ["x", "h", "z"], "parents": tree.parents, "accepted": tree.accepted, "origins": tree.origins}
+    assert round_chunk["longspec"]["tree"] == known
     assert end["longspec"]["timings"]["decode_s"] == 2
 
 
 def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, script: Script) -> None:
     script.events = [said("ab", logprobs=[-1.0, -2.0]), said("cd", logprobs=[-3.0, -4.0]), Finished("length")]
     content = chat(client, **HELLO, logprobs=True, stop="d")["choices"][0]["logprobs"]["content"]
-    assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in content] == [
-        ("a", -1, [97]),
-        ("b", -2, [98]),
-        ("c", -3, [99]),
-    ]
+    letters = [(letter, -1 - number, [ord(letter)]) for number, letter in enumerate("abc")]
+    assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in content] == letters
     fields = chat(client, path="completions", prompt="x", logprobs=0)["choices"][0]["logprobs"]
-    assert fields == {
-        "tokens": list("abcd"),
-        "token_logprobs": [-1, -2, -3, -4],
-        "top_logprobs": None,
-        "text_offset": [0, 1, 2, 3],
-    }
+    assert (fields["tokens"], fields["token_logprobs"]) == (list("abcd"), [-1, -2, -3, -4])
+    assert (fields["top_logprobs"], fields["text_offset"]) == (None, [0, 1, 2, 3])
     assert chat(client, **HELLO)["choices"][0]["logprobs"] is None
 
 
@@ -107,11 +90,8 @@ def test_alternatives_are_told_by_text(client: TestClient, script: Script) -> No
     script.events = [said("b", logprobs=[-2.0], alternatives=[[(a, -0.5), (part, -1.0), (part + 1, -1.5)]])]
     script.events += [Finished("length")]
     (entry,) = chat(client, **HELLO, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
-    assert [(best["token"], best["logprob"], best["bytes"]) for best in entry["top_logprobs"]] == [
-        ("a", -0.5, [97]),
-        ("\ufffd", -1.0, [0xC3]),
-        ("\ufffd", -1.5, [0xC4]),
-    ]
+    expected = [("a", -0.5, [97]), ("\ufffd", -1.0, [0xC3]), ("\ufffd", -1.5, [0xC4])]
+    assert [(best["token"], best["logprob"], best["bytes"]) for best in entry["top_logprobs"]] == expected
     fields = chat(client, path="completions", prompt="x", logprobs=3)["choices"][0]["logprobs"]
     assert fields["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0, "b": -2.0}]
     assert [(request.logprobs, request.alternatives) for request in script.submitted] == [(True, 2), (True, 3)]
@@ -145,12 +125,8 @@ def test_an_echoed_prompt_begins_the_answer(client: TestClient, script: Script) 
 
 def test_the_tokens_of_an_echoed_prompt_have_logprobs(client: TestClient, script: Script) -> None:
     x, y = ids("xy")
-    script.events = [
-        PromptScores([-1.0], [[(x, -0.5)]]),
-        PromptScores([-2.0], [[(y, -2.0)]]),
-        said("d", logprobs=[-3.0], alternatives=[[(x, -0.1)]]),
-        Finished("stop"),
-    ]
+    script.events = [PromptScores([-1.0], [[(x, -0.5)]]), PromptScores([-2.0], [[(y, -2.0)]])]
+    script.events += [said("d", logprobs=[-3.0], alternatives=[[(x, -0.1)]]), Finished("stop")]
     fields = chat(client, path="completions", prompt="abc", echo=True, logprobs=1)["choices"][0]["logprobs"]
     assert fields == {
         "tokens": list("abcd"),
@@ -167,3 +143,66 @@ def test_a_failed_request_is_an_error_in_each_form(client: TestClient, script: S
     assert events(client, **HELLO)[-1]["error"]["type"] == "server_error"
     script.events = [said("a"), Finished("cancelled")]
     assert "stopped" in chat(client, 503, **HELLO)["error"]["message"]
+
+
+def streamed(text: str, stops: list[str], round_size: int = 1) -> tuple[list[list[Piece]], AnswerText]:
+    """The pieces after each round, and those of the end."""
+    answer, tokens, released = AnswerText(TOKENIZER, stops), ids(text), []
+    for start in range(0, len(tokens), round_size):
+        part = tokens[start : start + round_size]
+        released.append(answer.add(Tokens(part, ["draft"] * len(part))))
+        if answer.stopped:
+            break
+    return [*released, answer.end()], answer
+
+
+def joined(rounds: list[list[Piece]]) -> str:
+    return "".join(piece.text for pieces in rounds for piece in pieces)
+
+
+def text_before(text: str, stops: list[str]) -> str:
+    """The text before the stop string that is complete first; of those complete together, the one that begins first."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+@given(st.text("abé", max_size=12), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
+def test_a_text_ends_before_its_first_stop_string(text: str, stops: list[str]) -> None:
+    rounds, answer = streamed(text, stops)
+    assert joined(rounds) == text_before(text, stops)
+    assert answer.stopped == any(stop in text for stop in stops)
+
+
+@given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=4), st.integers(1, 5))
+def test_nothing_that_may_belong_to_a_stop_string_is_released(text: str, stop: str, size: int) -> None:
+    """After each round the released text can still be followed by a stop string that begins right after it."""
+    rounds, _ = streamed(text, [stop], size)
+    for count in range(1, len(rounds)):
+        released, seen = joined(rounds[:count]), text[: count * size]
+        assert seen.startswith(released) and stop not in released
+        assert not any(stop.startswith(seen[start:]) for start in range(min(len(released), len(seen)))) or stop in seen
+
+
+def test_text_is_held_back_no_longer_than_needed() -> None:
+    rounds, _ = streamed("abcabd", ["abd"])
+    assert [joined([pieces]) for pieces in rounds] == ["", "", "abc", "", "", "", ""]
+
+
+def test_a_character_is_released_whole() -> None:
+    rounds, answer = streamed("é€", [])
+    assert [joined([pieces]) for pieces in rounds] == ["", "é", "", "", "€", ""]
+    assert [piece.id for pieces in rounds for piece in pieces] == ids("é€") and not answer.stopped
+    tokens, cut = ids("a€")[:-1], AnswerText(TOKENIZER)
+    assert joined([cut.add(Tokens(tokens, ["target"] * len(tokens)))]) == "a"
+    (rest,) = cut.end()
+    assert rest.text == "\ufffd" and rest.id is None
+
+
+def test_streamed_pieces_are_whole_characters_and_make_up_the_text() -> None:
+    streamed, text = Detokenizer(TOKENIZER), " Zwölf Boxkämpfer, 中文 and 🙂  two spaces"
+    pieces = [streamed.add(token) for token in [*ids(text), TOKENIZER.eos_token_id]]
+    assert "".join(pieces) + streamed.end() == text
+    assert not any(REPLACEMENT in piece for piece in pieces) and "🙂" in pieces and pieces[-1] == ""

@@ -47,29 +47,26 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
         ({"bad_words": [" "]}, "bad_words", "not empty"),
         ({"min_tokens": -1}, "min_new_tokens", "from 0 to"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
         ({"echo": True}, "echo", "not supported"),
         ({"longspec": {"\ud800": 0.1}}, None, "Invalid JSON"),
-        ({"stop": "\ud800"}, None, "Invalid JSON"),
         ({"longspec": {"draft": 1}}, "longspec.draft", "not permitted"),
         ({"top_p": 0}, "top_p", "but not 0"),
         ({"n": 5}, "n", "limit of 4"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid array"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"stop": "a" * 1025}, "stop.0", "at most 1024"),
         ({"seed": 2**63}, "seed", "less than"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "valid array"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls", "not supported"),
         ({"messages": [{"role": "assistant", "reasoning_content": "a"}]}, "messages.0.reasoning_content", "not supp"),
         ({"max_tokens": POSITIONS}, None, "more than the 4096 positions"),
-        ({"messages": []}, "messages", "at least 1"),
         ({"messages": HELLO["messages"] * 1025}, "messages", "at most 1024"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
-        ({"prompt": []}, "prompt", "none of them empty"),
         ({"prompt": [1, -1]}, "prompt", "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the target has"),
-        ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ({"prompt": [5] * 8, "max_tokens": POSITIONS}, None, "8 tokens + max_new_tokens 4096"),
@@ -102,9 +99,8 @@ def test_fields_at_neutral_values_are_accepted(client: TestClient, script: Scrip
     neutral = [{name: value} for name, values in REQUEST_FIELDS.items() for value in (*values, *UNSET)]
     neutral += [{"logit_bias": {"5": 0}}, {"top_logprobs": 2}, {"stream_options": {"include_usage": True}}]
     neutral += [{"structured_outputs": {"json": None}}, {"seed": -1}, {"max_tokens": -1}, {"add_special_tokens": False}]
-    neutral += [
-        {name: value} for name in ("model", "temperature", "stop", "tools", "stream_options") for value in UNSET
-    ]
+    may_be_unset = ("model", "temperature", "stop", "tools", "stream_options")
+    neutral += [{name: value} for name in may_be_unset for value in UNSET]
     told = [{name: value} for name, values in MESSAGE_FIELDS.items() for value in (*values, *UNSET)]
     told += [{name: {"a": 1}} for name in ("name", "cache_control")]
     for fields in neutral:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import make_pair, tiny_config
-from samplers import sampler
+from penalty_reference import sampler
 from sglang_kernels import Pool, paged_attention, parents_of
 
 from longspec.errors import UserError

@@ -1,6 +1,7 @@
-"""The environment of a rank, the processes that launched it, and launches that are refused. Each error is one line."""
+"""The environment of a rank, its launchers, refused launches (one line each), and requests to stop."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import torch
 from longspec.errors import UserError
 from longspec.inference.process_group import shared_target
 from longspec.ranks import connections
-from longspec.ranks.agreement import ALONE
-from longspec.signals import StopSignals
+from longspec.ranks.agreement import ALONE, Termination
+from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 from longspec.train.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,9 +44,7 @@ def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run on the same host may use the port."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        environment = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, str(value))
+        launch(monkeypatch, MASTER_PORT=str(port))
         with pytest.raises(UserError, match=f"rank 0 of 2 did not reach the others at 127.0.0.1:{port}: .*in use"):
             start_ranks()
 
@@ -163,3 +162,52 @@ def test_rank_zero_listens_on_the_master_address_only(host: str, monkeypatch: py
     monkeypatch.setattr(connections, "accept_ranks", lambda server, *_: listened.append(server.getsockname()[0]) or {})
     connections.connect_ranks()
     assert listened[0] in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_first_signal_is_noted_and_the_old_handlers_come_back(number: int) -> None:
+    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    with StopSignals() as stop:
+        assert stop.received is None
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.received == number
+    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
+
+
+def test_at_once_ends_on_the_first_signal_only() -> None:
+    """A second signal must not interrupt the cleanup after the first one's SystemExit."""
+    with StopSignals(at_once=True) as stop, pytest.raises(SystemExit) as end:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned_up = True
+    assert cleaned_up and end.value.code == exit_code(signal.SIGHUP) == 129 and stop.received == signal.SIGHUP
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """`nohup` ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_step_may_be_finished_for_a_while(one_rank: None) -> None:
+    """`train_step` passes a patience inside a step and 0 before it."""
+    termination = Termination()
+    assert not termination.agreed() and not termination.agreed(0)
+    termination.received = signal.SIGINT
+    assert not termination.agreed(100) and termination.agreed()
+    assert termination.received == signal.SIGINT
+
+
+def test_a_second_sigint_kills() -> None:
+    """The kernel kills the process, even while the main thread waits for a device."""
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL

@@ -99,8 +99,13 @@ def test_published_ids_are_those_of_the_published_targets_alone(target: str, eos
     assert resolve_chat_format("tokenizer", target, "llama", tokenizer) == "tokenizer"
     assert resolve_chat_format("auto", f"/models/{target}", "llama", tokenizer) == "tokenizer"
     assert resolve_chat_format("published", f"/models/{target}", "llama", tokenizer) == "published"
-    with pytest.raises(UserError, match="unknown chat_format 'chatml': use one of auto, published"):
-        resolve_chat_format("chatml", target, "llama", tokenizer)
+    for chat_format, family, problem in (
+        ("chatml", "llama", "unknown chat_format 'chatml': use one of auto, published"),
+        ("published", "gpt2", "no published chat format for model family 'gpt2', only for llama, qwen2"),
+        ("tokenizer", "llama", "needs a tokenizer with a chat template"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            resolve_chat_format(chat_format, target, family, byte_tokenizer())
 
 
 def test_without_a_generation_config_the_tokenizers_eos_ends_answers(targets: Path, tmp_path: Path) -> None:

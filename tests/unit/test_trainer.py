@@ -1,4 +1,4 @@
-"""The trainer on one rank: the engine's inputs, the order of a step, and the unchanged target."""
+"""The trainer on one rank: the engine's inputs, the order of a step, the unchanged target, and probes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,15 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from training_fixtures import make_target, overrides_of, tiny_config, write_texts
+from training_fixtures import (
+    NEEDS_MUON,
+    make_target,
+    overrides_of,
+    single_rank_config,
+    tiny_config,
+    write_answers,
+    write_texts,
+)
 
 from longspec.data.collators import Collator
 from longspec.errors import UserError
@@ -19,6 +27,7 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.inputs import Inputs, read_inputs
 from longspec.train.positions import anchor_offset_positions, micro_step_generator, random_lags
+from longspec.train.probe import probe
 from longspec.train.resume import last_step
 from longspec.train.trainer import Trainer
 
@@ -31,7 +40,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and data."""
     folder = tmp_path_factory.mktemp("work")
     make_target(folder / "target")
-    write_texts(folder / "texts.jsonl", count=4)
+    write_texts(folder / "texts.jsonl")
+    write_answers(folder / "answers.jsonl")
     return folder
 
 
@@ -144,3 +154,31 @@ def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatc
 def test_what_only_the_target_or_an_import_can_tell_is_named_by_key(load: Any, override: str, key: str) -> None:
     with pytest.raises(UserError, match=rf"^(config key )?{key}.*\Z"):  # tp_size names the target
         read_inputs(load(override))
+
+
+def config(work: Path, *overrides: str) -> TrainConfig:
+    held_out = [f"evaluation.files={work}/answers.jsonl", "evaluation.rows=2"]
+    return single_rank_config(work, "max_steps=3", *held_out, "model.torch_dtype=bfloat16", *overrides)
+
+
+@NEEDS_MUON
+def test_a_candidate_trains_as_if_it_were_alone(work: Path) -> None:
+    """Every kind of difference is in one of the candidates, which run in both orders."""
+    candidates = {
+        "published": config(work),
+        "layer": config(work, "model.kv_layers=[1]", "optimizer=muon", "learning_rate=1e-2"),
+        "both": config(work, "model.kv_layers=[1,0]", "loss=distill", "learning_rate=1e-2"),
+        "list": config(work, "model.draft_vocabulary=64", "model.mlp_size=16", "loss=acceptance"),
+    }
+    inputs = read_inputs(candidates["published"])
+    held_out = {"short": (candidates["published"], inputs)}
+    together = probe(candidates, inputs, held_out, "cpu")
+    assert all(len(groups["short"]) == 2 and groups["short"][0][1] > 0 for groups in together.values())
+    for name in reversed(candidates):
+        assert probe({name: candidates[name]}, inputs, held_out, "cpu")[name] == together[name]
+
+
+def test_candidates_that_need_other_batches_are_refused(work: Path) -> None:
+    with pytest.raises(UserError, match="probe longer: data must be the same for all candidates"):
+        configs = {"first": config(work), "longer": config(work, "data.max_length=64")}
+        probe(configs, read_inputs(configs["first"]), {}, "cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairs import make_pair
-from samplers import sampler
+from penalty_reference import sampler
 
 from longspec.inference.acceptance import accept
 from longspec.inference.adaptive.plans import Plan

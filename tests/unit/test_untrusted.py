@@ -222,6 +222,13 @@ def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: t
     assert "\x1b" not in refusal(lambda: use_draft(run), run)
 
 
+def test_a_target_with_code_is_refused(target: Path) -> None:
+    (target / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload(target / "ran")}, target / "pytorch_model.bin")
+    assert "weights do not load" in refusal(lambda: LlamaGlide.from_pretrained(target), target)
+    assert not (target / "ran").exists()
+
+
 def test_safetensors_are_preferred_to_a_pickle(run: Path) -> None:
     state = torch.load(run / "draft_model_weights.pth")
     save_file({name: weight + 1 for name, weight in state.items()}, run / "model.safetensors")

@@ -1,7 +1,9 @@
-"""Training attention: values and gradients against the reference, dense attention under a mask, in fp64."""
+"""Training attention: values and gradients against dense attention in fp64, and FlashAttention's kernels."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from longspec.kernels.training import varlen_flash
 from longspec.kernels.training.segments import Segments
-from longspec.kernels.training.varlen_flash import training_attention
+from longspec.kernels.training.varlen_flash import FlashAttention, training_attention
 from longspec.kernels.training.varlen_torch import TorchAttention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -102,3 +104,94 @@ def test_block_attention_equals_dense_attention(lengths: list[int], attention: t
         device,
         learn=1,
     )
+
+
+def test_torchs_kernel_is_called_with_its_schema() -> None:
+    """On meta tensors: the operations exist, take these arguments and return tensors of the expected shapes."""
+    lengths = [30, 4, 50]
+    segments = segments_of(lengths, [4, 4, 4])
+    q, k, v = (x.to("meta", torch.bfloat16) for x in make_inputs(lengths))
+    segments.query_bounds = segments.query_bounds.to("meta")  # type: ignore[misc]  # computed once
+    segments.keys = segments.keys._replace(bounds=segments.keys.bounds.to("meta"))  # type: ignore[misc]
+    k, v = k[: len(segments.keys.rows)], v[: len(segments.keys.rows)]
+    for reach in (-1, 16):
+        out, lse, *state = varlen_flash._forward(q, k, v, segments, 0.3, reach)
+        assert out.shape == q.shape and lse.shape == (q.shape[1], len(q))
+        dq, dk, _ = varlen_flash._backward(out, (q, k, v, out, lse, *state), segments, 0.3, reach)
+        assert dq.shape == q.shape and dk.shape == k.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 40)])
+def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
+    """Values and gradients; lags longer than their segments; the first blocks of the block pattern."""
+    agree = partial(agree_on_gpu, dtype=dtype, head_dim=head_dim)
+    lengths, lags = [700, 64, 3, 1300, 1], [5, 1, 4, 2, 3]
+    for window, lag in [(None, None), (None, lags), (512, None)]:
+        segments = segments_of(lengths, lag, "cuda")
+        assert type(attention_of(torch.empty(1, 8, head_dim, device="cuda", dtype=dtype))) is FlashAttention
+        mask = reference.causal_mask(segments_of(lengths, lag), window)
+        agree(lengths, mask, lambda q, k, v, s=segments, w=window: attention_of(q).varlen(q, k, v, s, 0.125, w))
+    segments = segments_of(lengths, device="cuda")
+    mask = reference.block_mask(segments_of(lengths))
+    agree(lengths, mask, lambda q, k, v: attention_of(q).block(q, k, v, segments, 0.125), learn=1)
+    with torch.no_grad():  # the target's pass
+        inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
+        got = attention_of(inputs[0].cuda()).varlen(*(x.cuda() for x in inputs), segments, 0.125)
+        exact = [x.double() for x in inputs]
+        expected = reference.dense_attention(*exact, reference.causal_mask(segments_of(lengths)), 0.125)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
+
+
+def agree_on_gpu(
+    lengths: list[int], mask: Tensor, attend: Callable[..., Tensor], dtype: torch.dtype, head_dim: int, learn: int = 3
+) -> None:
+    """learn: how many of q, k, v have a gradient."""
+    inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
+    exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
+    leaves = [x.cuda().requires_grad_(number < learn) for number, x in enumerate(inputs)]
+    expected, got = reference.dense_attention(*exact, mask, 0.125), attend(*leaves)
+    tolerance = {"atol": 3e-2, "rtol": 3e-2}
+    torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    (expected * weight).sum().backward()
+    (got * weight.cuda()).sum().backward()
+    for leaf, truth in zip(leaves[:learn], exact, strict=False):
+        error = (leaf.grad.cpu().double() - truth.grad).norm() / truth.grad.norm()
+        assert error < 2e-2, error
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_device() -> None:
+    lengths = [700, 64, 1300]
+    q, k, v = (x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(lengths, 8, 2, 64))
+    attention_of(q).varlen(q, k, v, segments_of(lengths, [1, 2, 3], "cuda"), 0.125).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention_of(q).varlen(q, k, v, segments_of(lengths, [3, 1, 2], "cuda"), 0.125).sum().backward()
+        attention_of(q).varlen(q, k, v, segments_of(lengths, device="cuda"), 0.125, window=512).sum().backward()
+        frozen = k.detach(), v.detach()
+        attention_of(q).block(q, *frozen, segments_of(lengths, device="cuda"), 0.125).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+PACKAGE_SHAPES = [([700, 64, 3, 1300, 1], 64), ([33], 128), ([128, 256], 40)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lengths", "head_dim"), PACKAGE_SHAPES)
+def test_the_flash_attn_package_equals_the_reference(lengths: list[int], head_dim: int) -> None:
+    """Values and gradients of the installed package, with lags, with a window, and with neither."""
+    package = pytest.importorskip("flash_attn")
+    if varlen_flash.installed_flash_attention() == "flash_attention_2":
+        assert varlen_flash._installed_varlen() is package.flash_attn_varlen_func
+    for window, lag in [(None, None), (None, [2] * len(lengths)), (512, None)]:
+        segments = segments_of(lengths, lag, "cuda")
+        reach = -1 if window is None else window
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, s: Any = segments, reach: int = reach) -> Tensor:
+            return varlen_flash._run(package.flash_attn_varlen_func, q, k, v, s, 0.125, reach)
+
+        mask = reference.causal_mask(segments_of(lengths, lag), window)
+        agree_on_gpu(lengths, mask, attend, torch.bfloat16, head_dim)

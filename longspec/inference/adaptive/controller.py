@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longspec.inference.adaptive.lookup_trace import LookupTraces, TrackedMeans
+from longspec.inference.adaptive.lookup_trace import LookupTrace, TrackedMean
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.engine.round_record import RowRound
 
@@ -22,10 +22,8 @@ PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
 """Accepted tokens of the smallest tree, and additional ones of more nodes, and of more levels once they are reached."""
 PRIOR_REACH = 0.5
 """Share of rounds in which the accepted path reaches the last level of a tree."""
-GAIN, REACH = 0, 1
-"""What is known of each tree: the number of tokens that it accepts in addition to the largest tree that it covers, in
-rounds that reach the last level of that one if it has more levels; and the share of rounds in which the accepted path
-reaches its own last level."""
+MOST_TRACED = 8
+"""Most rows on whose texts lookup is simulated. Each takes the host some microseconds per token, and all are alike."""
 PROBE_SHARE = 0.01
 """Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
 FIRST_LOSS = 2.0
@@ -65,19 +63,16 @@ class Controller:
     """Chooses plans for one batch.
 
     - vanilla emits one token per row and round.
-    - The rounds of lookup are simulated on the text (see `LookupTraces`).
+    - The rounds of lookup are simulated on the texts of some rows (see `LookupTrace`).
     - A round of a tree tells what trees of fewer nodes and levels would have accepted. Other trees, and every tree
       while none is played, are known from single rounds, the probes. Together they may lose a fixed share of the time,
       so that a plan far from the best one is probed rarely, and one that is nearly as good often. A tree that would not
       win if the target accepted a node in each of its levels is not probed.
     """
 
-    def __init__(
-        self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float], rows: int, capacity: int
-    ) -> None:
+    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float], rows: int) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
-        refill the draft's window, which a tree pays after a round of another plan. rows, capacity: largest numbers of
-        rows and of tokens per row."""
+        refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows."""
         self.plans = tuple(plans)
         self.time = time
         self.refill_time = refill_time
@@ -86,8 +81,10 @@ class Controller:
         self.trees = [plan for plan in plans if plan.kind == "tree"]
         self.lookups = [plan for plan in plans if plan.kind == "lookup"]
 
-        depths = [plan.nodes - 1 for plan in self.lookups]
-        self.traces = LookupTraces(rows, capacity, depths, PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT)
+        self.traces: dict[int, LookupTrace] = {}
+        """Of up to MOST_TRACED active rows."""
+        self.lengths = np.zeros(rows, dtype=np.int64)
+        """Tokens of each row."""
         self.active = np.zeros(rows, dtype=bool)
         """bool [rows]: those that rounds advance."""
         self.read = 0
@@ -97,12 +94,14 @@ class Controller:
             for number, tree in enumerate(self.trees)
         }
         """The largest tree that each tree covers."""
-        gains = [
-            PRIOR_FIRST_TREE if smaller is None else PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
-            for tree, smaller in self.smaller.items()
-        ]
-        self.means = TrackedMeans(np.array([gains, [PRIOR_REACH] * len(gains)]), PRIOR_WEIGHT)
-        """[2, trees]: see GAIN and REACH."""
+        self.gains: dict[Plan, TrackedMean] = {}
+        """Number of tokens that each tree accepts in addition to that one; in rounds that reach its last level, if the
+        tree has more levels."""
+        for tree, smaller in self.smaller.items():
+            more = PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
+            self.gains[tree] = TrackedMean(PRIOR_FIRST_TREE if smaller is None else more, PRIOR_WEIGHT)
+        self.reaches = {tree: TrackedMean(PRIOR_REACH, PRIOR_WEIGHT) for tree in self.trees}
+        """Share of rounds in which the accepted path reaches the last level of each tree."""
 
         self.lost = 0.0
         """Time that probes lost beyond their share of the time; negative if they may lose more than FIRST_LOSS."""
@@ -116,15 +115,19 @@ class Controller:
     def start(self, row: int, prompt: np.ndarray, first_token: int) -> None:
         """Make a row active after prefill. prompt: int64 [P]."""
         self._learn()  # its tokens are not those of an earlier request on the row
-        self.traces.start(row, prompt, first_token)
+        if len(self.traces) < MOST_TRACED:
+            depths = [plan.nodes - 1 for plan in self.lookups]
+            self.traces[row] = LookupTrace(depths, prompt, first_token, PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT)
         self.active[row] = True
+        self.lengths[row] = len(prompt) + 1
         self.read += len(prompt) + 1
 
     def end(self, row: int) -> None:
         """Make a row inactive."""
         if self.active[row]:
             self.active[row] = False
-            self.read -= int(self.traces.lengths[row])
+            self.read -= int(self.lengths[row])
+            self.traces.pop(row, None)
 
     def choose(self) -> Plan:
         """The plan of the next round."""
@@ -162,15 +165,16 @@ class Controller:
         """Expected number of tokens per active row and round of each plan, its time, and the plan with most tokens per
         time."""
         expected = dict.fromkeys(self.plans, 1.0)
-        rows = max(1, int(self.active.sum()))
-        for plan, means in zip(self.lookups, self.traces.means.values, strict=True):
-            expected[plan] = float(means @ self.active) / rows
-        gains, reaches = self.means.values.tolist()
-        reached: dict[Plan | None, float] = dict(zip(self.trees, reaches, strict=True))
-        for tree, gain in zip(self.trees, gains, strict=True):
-            smaller = self.smaller[tree]
-            opportunities = reached[smaller] if self._is_deeper(tree) else 1.0
-            expected[tree] = gain * opportunities + (1.0 if smaller is None else expected[smaller])
+        for number, plan in enumerate(self.lookups):
+            means = [trace.means[number].value for trace in self.traces.values()]
+            expected[plan] = sum(means) / len(means) if means else PRIOR_LOOKUP
+        for tree, smaller in self.smaller.items():
+            gain = self.gains[tree].value
+            if smaller is None:
+                expected[tree] = 1.0 + gain
+            else:
+                opportunities = self.reaches[smaller].value if self._is_deeper(tree) else 1.0
+                expected[tree] = expected[smaller] + gain * opportunities
         times = {plan: self._time(plan) for plan in self.plans}
         return expected, times, max(self.plans, key=lambda plan: expected[plan] / times[plan])
 
@@ -191,8 +195,12 @@ class Controller:
         """Learn from the observed rounds: the text, the trees, and the time that a probe has lost."""
         for decision, (rows, tokens, counts, parts) in self._unlearned:
             text = np.where(self.active[rows], counts, 0)
-            self.traces.extend(rows, tokens, text)
+            self.lengths[rows] += text
             self.read += int(text.sum())
+            places = dict(zip(rows.tolist(), range(len(rows)), strict=True))
+            for row, trace in self.traces.items():
+                if (place := places.get(row)) is not None:
+                    trace.extend(tokens[place, : text[place]].tolist())
             self._compare_trees(decision.plan, parts)
             if decision.probe_time:  # what it has lost is known now
                 expected, times, best = self._expected()
@@ -204,24 +212,21 @@ class Controller:
         """Learn about the trees that a plan covers."""
         accepted: dict[Plan | None, float] = {None: 0.0}
         reached: dict[Plan | None, float] = {}
-        observations: dict[tuple[int, int], float] = {}
-        for number, tree in enumerate(self.trees):
+        for tree, gain in self.gains.items():
             if not plan.covers(tree):
+                gain.age()
+                self.reaches[tree].age()
                 continue
             levels = [part.accepted_by(tree) for part in parts]
             accepted[tree] = sum(map(len, levels)) / len(parts)
             reached[tree] = sum(tree.levels in row for row in levels) / len(parts)
-            observations[REACH, number] = reached[tree]
+            self.reaches[tree].add(reached[tree], len(parts))
             smaller = self.smaller[tree]
             opportunities = reached[smaller] if self._is_deeper(tree) else 1.0
             if opportunities:
-                observations[GAIN, number] = (accepted[tree] - accepted[smaller]) / opportunities
-        unobserved = np.ones(self.means.values.shape, dtype=bool)
-        if observations:
-            index = tuple(np.array(list(observations)).T)
-            self.means.add(index, np.array(list(observations.values())), len(parts))
-            unobserved[index] = False
-        self.means.age(unobserved)
+                gain.add((accepted[tree] - accepted[smaller]) / opportunities, len(parts))
+            else:
+                gain.age()
 
     def _decide(self) -> Decision:
         """The best plan, or one to probe if there is something to learn and the probes' share of the time allows it."""

@@ -47,8 +47,8 @@ class Worker:
         """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
-        sizes = batch.max_rows, batch.capacity
-        self.controller = Controller(batch.plans, batch.times, batch.times.refill, *sizes) if batch.plans else None
+        times = batch.times
+        self.controller = Controller(batch.plans, times, times.refill, batch.max_rows) if batch.plans else None
         """Chooses the plans of method "auto"."""
         self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
 
