@@ -27,6 +27,8 @@ HELP = """\
 /quit       end the chat, as Ctrl-D does
 Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
+ROOM = 8
+"""One in this number of the target's positions is kept for a message and its answer when a file is added."""
 COMMANDS = ", ".join(re.findall(r"^/\w+", HELP, re.MULTILINE))
 
 
@@ -84,7 +86,7 @@ class Session:
                 self.console.print("The conversation is empty.")
             elif command == "/file":
                 self.add_file(argument.strip())
-            elif re.fullmatch(r"/\w+", command):
+            elif re.fullmatch(r"/\w+", line):  # with further words, it may be a path or a switch of the model
                 raise UserError(f"no command {line}; use {COMMANDS}")
             else:
                 files, self.files = self.files, []  # one that does not fit is not sent again
@@ -117,15 +119,18 @@ class Session:
 
     def add_file(self, name: str) -> None:
         """Keep the text of a file for the next message. Raises UserError if it is not a text file that fits."""
+        if not name:
+            raise UserError("/file needs the path of a text file")
         path = Path(name).expanduser()
         with os_errors(f"/file {name}: cannot be read"):
             content = path.read_bytes()
         text = decoded(content, f"/file {name}").strip()
         turns: list[Turn] = [*self.turns, {"role": "user", "content": "\n\n".join([*self.files, text])}]
         tokens, prompt = self.pair.encode([text, turns])
-        if len(prompt) >= self.pair.positions:
+        most = self.pair.positions - self.pair.positions // ROOM
+        if len(prompt) > most:
             problem = f"{len(tokens)} tokens; the conversation would have {len(prompt)}"
-            raise UserError(f"/file {name}: {problem}, but the target takes {self.pair.positions}")
+            raise UserError(f"/file {name}: {problem}, but at most {most} leave room for a message and its answer")
         self.files.append(text)
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
 

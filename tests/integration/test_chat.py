@@ -65,10 +65,13 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     (tmp_path / "a b.txt").write_text("the text\nof a file\n")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
-    output = said(session, f"/file {tmp_path}/a b.txt", "a question\nin two lines", "/usr/bin is a folder", "/helpful?")
+    output = said(
+        session, f"/file {tmp_path}/a b.txt", "a question\nin two lines", "/usr/bin is a folder", "/no_think 1 + 1?"
+    )
     assert "a b.txt: 18 tokens go with the next message" in output
     asked = [turn["content"] for turn in session.turns if turn["role"] == "user"]
-    assert asked == ["the text\nof a file\n\na question\nin two lines", "/usr/bin is a folder", "/helpful?"]
+    assert asked == ["the text\nof a file\n\na question\nin two lines", "/usr/bin is a folder", "/no_think 1 + 1?"]
+    assert "error: /file needs the path of a text file\n" in said(session, "/file")
     for name, problem in (("none.txt", "cannot be read (No such file"), ("image.png", "not UTF-8 text")):
         assert f"error: /file {tmp_path}/{name}: {problem}" in said(session, f"/file {tmp_path}/{name}")
     assert len(session.turns) == 6
@@ -76,20 +79,20 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
 
 def test_a_command_that_does_not_exist_is_told_and_not_sent(target: Path) -> None:
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
-    for line in ("/clear", "/stats now", "/Quit"):
+    for line in ("/clear", "/Quit"):
         said(session, line)
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session)
     assert session.turns == []
 
 
 def test_a_file_that_does_not_fit_next_to_the_conversation_is_refused(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text("x" * 4090)
+    (tmp_path / "long.txt").write_text("x" * 3600)
     (tmp_path / "half.txt").write_text("x" * 2500)
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
     output = said(session, f"/file {tmp_path}/long.txt", f"/file {tmp_path}/half.txt", f"/file {tmp_path}/half.txt")
-    for name, tokens, together in (("long.txt", 4090, 4100), ("half.txt", 2500, 5012)):
-        problem = f"{tokens} tokens; the conversation would have {together}, but the target takes 4096"
-        assert f"error: /file {tmp_path}/{name}: {problem}\n" in output
+    for name, tokens, together in (("long.txt", 3600, 3610), ("half.txt", 2500, 5012)):
+        problem = f"{tokens} tokens; the conversation would have {together}, but at most 3584 leave room"
+        assert f"error: /file {tmp_path}/{name}: {problem} for a message and its answer\n" in output
     assert output.count("2500 tokens go with") == 1 and session.files == ["x" * 2500]
 
 

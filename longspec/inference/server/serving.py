@@ -60,13 +60,13 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit and self.server_state.tasks:
-            logger.warning("%d open requests are cancelled by a second SIGINT", len(self.server_state.tasks))
+            logger.warning("%d open requests are cancelled by a second signal", len(self.server_state.tasks))
 
 
 def http_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     """The server, to be run as `server.run(sockets=[...])` until a signal asks for the end. SIGTERM and SIGINT close
     the sockets, let running and queued requests finish for up to `drain_seconds`, and are raised again afterwards, so
-    that the command ends as after any signal. Requests that are open then, or at a second SIGINT, get an error."""
+    that the command ends as after any signal. Requests that are open then, or at a second signal, get an error."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
