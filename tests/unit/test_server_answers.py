@@ -84,7 +84,7 @@ def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, scr
     assert chat(client, **HELLO)["choices"][0]["logprobs"] is None
 
 
-def test_alternatives_are_told_by_text(client: TestClient, script: Script) -> None:
+def test_alternatives_are_told_by_text_or_bytes(client: TestClient, script: Script) -> None:
     """A token that is a part of a character has its own bytes."""
     a, _, part = ids("ab\xe9")[:3]
     script.events = [said("b", logprobs=[-2.0], alternatives=[[(a, -0.5), (part, -1.0), (part + 1, -1.5)]])]
@@ -93,7 +93,7 @@ def test_alternatives_are_told_by_text(client: TestClient, script: Script) -> No
     expected = [("a", -0.5, [97]), ("\ufffd", -1.0, [0xC3]), ("\ufffd", -1.5, [0xC4])]
     assert [(best["token"], best["logprob"], best["bytes"]) for best in entry["top_logprobs"]] == expected
     fields = chat(client, path="completions", prompt="x", logprobs=3)["choices"][0]["logprobs"]
-    assert fields["top_logprobs"] == [{"a": -0.5, "\ufffd": -1.0, "b": -2.0}]
+    assert fields["top_logprobs"] == [{"a": -0.5, r"bytes:\xc3": -1.0, r"bytes:\xc4": -1.5, "b": -2.0}]
     assert [(request.logprobs, request.alternatives) for request in script.submitted] == [(True, 2), (True, 3)]
 
 

@@ -93,7 +93,7 @@ class Replies:
     def _logprob_fields(self, pieces: Sequence[tuple[Piece, int]]) -> Body:
         """pieces: each with its offset in the text."""
         return {
-            "tokens": [self._token(piece.id) for piece, _ in pieces],
+            "tokens": [self._name(piece.id) for piece, _ in pieces],
             "token_logprobs": [piece.logprob for piece, _ in pieces],
             "top_logprobs": [self._best(piece) for piece, _ in pieces] if self.logprobs else None,
             "text_offset": [offset for _, offset in pieces],
@@ -105,11 +105,26 @@ class Replies:
             return None
         best: dict[str, float | None] = {}
         for token, logprob in (*piece.alternatives, (piece.id, piece.logprob)):
-            best.setdefault(self._token(token), logprob)  # of tokens with one text, the most probable one
+            best.setdefault(self._name(token), logprob)  # of tokens with one text, the most probable one
         return best
 
     def _token(self, token: int | None) -> str:
         return self.tokenizer.decode([token])
+
+    def _name(self, token: int | None) -> str:
+        """The token's text, or the bytes of a part of a character in the form of OpenAI's completions."""
+        text = self._token(token)
+        return text if REPLACEMENT not in text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._bytes(token))
+
+    def _bytes(self, token: int | None) -> bytes:
+        text = self._token(token)
+        if REPLACEMENT in text:  # in place of a part of a character
+            name = self.tokenizer.convert_ids_to_tokens(token)
+            if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):  # a byte in SentencePiece's vocabularies
+                return bytes.fromhex(match[1])
+            if BYTES.keys() >= set(name):
+                return bytes(BYTES[mark] for mark in name)
+        return text.encode()
 
     def _extension(self, delta: Delta) -> Body:
         body: Body = {"tokens": [{"text": piece.text, "origin": piece.origin} for piece in delta.pieces]}
@@ -142,15 +157,7 @@ class ChatReplies(Replies):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int | None, logprob: float | None) -> Body:
-        text = self._token(token)
-        content = text.encode()
-        if REPLACEMENT in text:  # in place of a part of a character
-            name = self.tokenizer.convert_ids_to_tokens(token)
-            if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):  # a byte in SentencePiece's vocabularies
-                content = bytes.fromhex(match[1])
-            elif BYTES.keys() >= set(name):
-                content = bytes(BYTES[mark] for mark in name)
-        return {"token": text, "logprob": logprob, "bytes": list(content)}
+        return {"token": self._token(token), "logprob": logprob, "bytes": list(self._bytes(token))}
 
 
 def _text(pieces: Sequence[Piece]) -> str:
