@@ -65,7 +65,8 @@ def build_dataset(
     digests = lines.content_digests(files)
     first_lines = list(islice(chain.from_iterable(lines.text_lines(path) for path, _ in digests), FIRST_LINES))
     if not first_lines:
-        raise UserError(f"no record in {digests[0][0]} …: all lines are blank")
+        more = " …" if len(digests) > 1 else ""
+        raise UserError(f"no record in {digests[0][0]}{more}: all lines are blank")
     if unread := tokenize.unread(first_lines):
         logger.info(unread_note(unread))
     samples = tokenize.table(digests, num_proc, cache_dir)

@@ -77,7 +77,7 @@ def check_settings(settings: Settings) -> None:
     if settings.split not in SPLITS:
         raise UserError(f"split: {settings.split!r}; use one of {', '.join(SPLITS)}")
     if not settings.files and settings.count < 1:
-        raise UserError("count: the number of prompts to write is missing; give it, or files with prompts")
+        raise UserError("count: give the number of prompts to write, at least 1, or files with prompts")
     if not settings.temperatures:
         raise UserError("temperatures: none; give numbers of 0 (greedy) or more")
     for temperature in settings.temperatures:

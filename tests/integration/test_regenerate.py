@@ -195,7 +195,7 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, refusal: Callable[.
             PromptFiles(str(plain))
     base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
     for options, message in (
-        ([], "count: the number of prompts"),
+        ([], "count: give the number of prompts"),
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
         (["--count", "3", "--method", "tree"], "method: tree needs a trained draft"),
     ):

@@ -200,7 +200,7 @@ GOOD = [{"text": "fine"}] * 70
             for says in [rf"file0\.jsonl, line 71: token {VOCAB_SIZE} \('<note>'\) has no embedding"]
         ),
         ([["not JSON"]], {"max_length": 1}, "max_length is 1"),
-        ([["", "  "]], {}, r"no record in .*file0\.jsonl …: all lines are blank"),
+        ([["", "  "]], {}, r"no record in .*file0\.jsonl: all lines are blank"),
         ([["not JSON"]], {"aligners": (add_id_aligner(),)}, "common_form"),
         ([[{"text": ""}, {"source": "q", "target": "\n"}]], {}, r"no record is usable .*2 with an empty answer"),
     ],
