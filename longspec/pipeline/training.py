@@ -71,18 +71,17 @@ def train(name: str, settings: Settings, root: Path) -> None:
 
 
 def check_trainer(settings: Settings, config: PreTrainedConfig, path: str) -> None:
-    """Check the trainer's configuration of every stage and candidate. Raises UserError with the key in the settings.
+    """Check the trainer's configuration of every stage and candidate, for a target with `config` at `path`.
 
-    config, path: those of the target.
+    Raises UserError with the key in the settings.
     """
-    first = next(iter(settings.training.stages), None)
-    for name, stage in settings.training.stages.items():
+    for number, (name, stage) in enumerate(settings.training.stages.items()):
         # The text does not exist yet, and any files stand for it.
         values: dict[str, Any] = {"data.files": [str(ROOT / TRAINER)], "evaluation.files": [__file__]}
-        values |= {"model_name_or_path": path, "draft_model_name_or_path": None if name == first else "draft"}
+        values |= {"model_name_or_path": path, "draft_model_name_or_path": "draft" if number else None}
         values |= {"data.max_length": stage.max_length, "resume": "latest", **stage.overrides}
         changes: dict[str, dict[str, Any]] = {f"training.stages.{name}.overrides": {}}
-        if name == first:
+        if number == 0:
             values |= _architecture(settings.training)
             for own, probe in settings.probes.items():
                 changes[f"probes.{own}.shared"] = probe.shared
@@ -92,8 +91,7 @@ def check_trainer(settings: Settings, config: PreTrainedConfig, path: str) -> No
         for section, changed in changes.items():
             try:
                 composed = compose_config(ROOT / CONFIGS, stage.config, hydra_overrides(values | changed))
-                trained = typed_with_auto(composed, ranks)
-                check(trained)
+                check(trained := typed_with_auto(composed, ranks))
                 check_fit(trained, config)
             except UserError as error:
                 raise UserError(str(error).replace("config key ", f"config key {section}.", 1)) from error
