@@ -30,8 +30,12 @@ def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
     """Write the text of some runs, CHAT or keys of `settings.answers`, on all GPUs. Raises UserError."""
     for count, group in groupby(names, key=lambda name: _settings_of(name, settings).processes):
         own = list(group)
-        if all(_output(run).exists() for name in own for run in _runs(name, settings, root)):
-            write_share(settings, root, Replicas(), *own)  # compares the settings only
+        runs = [run for name in own for run in _runs(name, settings, root)]
+        for run in runs:
+            facts = asdict(run)
+            del facts["output_dir"]
+            claim(_output(run).with_suffix(".settings.json"), facts)
+        if all(_output(run).exists() for run in runs):
             continue
         shared = settings.tp_size > 1
         ranks = settings.tp_size if shared else count * max(1, torch.cuda.device_count())
@@ -92,9 +96,6 @@ def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
 def _run_target(run: AnswerRun, replicas: Replicas, load: Callable[..., Any]) -> None:
     """Write the answers shard by shard unless the file exists. Repetition loops and duplicates are dropped."""
     output = _output(run)
-    facts = asdict(run)
-    del facts["output_dir"]
-    replicas.from_rank_zero(lambda: claim(output.with_suffix(".settings.json"), facts))
     if replicas.from_rank_zero(output.exists):
         return
     # Several ranks may have the same GPU. Ranks that share a target have chosen theirs.

@@ -1,6 +1,7 @@
 """Paths in the output folder, and functions that read and write files."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,18 @@ def answers_file(root: Path, name: str, split: str) -> Path:
     return root / "answers" / name / f"{split}.jsonl"
 
 
-def claim(file: Path, facts: dict[str, Any]) -> None:
-    """Record facts that determine other files. Raises UserError if `file` exists and records different ones."""
+class OtherSettings(UserError):
+    """The settings differ from those that made a file."""
+
+
+def claim(file: Path, facts: dict[str, Any], added: Collection[str] = ()) -> None:
+    """Record facts that determine other files, of which older files lack `added`. Raises OtherSettings for others."""
     if not file.is_file():
         write_atomically(file, json.dumps(facts, indent=1) + "\n", make_folder=True)
-    elif differing := differences(json.loads(file.read_text()), facts):
-        raise UserError(
+    stored = json.loads(file.read_text())
+    current = {name: value for name, value in facts.items() if name in stored or name not in added}
+    if differing := differences(stored, current):
+        raise OtherSettings(
             f"{file}: made with other settings ({differing}); "
             "use another --output_dir, or remove this file and the files it describes"
         )

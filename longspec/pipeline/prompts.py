@@ -54,6 +54,8 @@ def write_prompts(settings: Settings, root: Path) -> None:
     common = {"target": settings.target, "with_text": settings.benchmarks is not None, "seed": settings.seed}
     common |= {"code": limits, "with_documents": settings.documents is not None}
     common |= {"text": settings.text} if settings.text else {}
+    folders = {"benchmarks": settings.benchmarks, "documents": settings.documents}
+    common |= {name: folder and str(Path(folder).absolute()) for name, folder in folders.items()}
     missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
         lengths_by_group = {group: lengths for group, lengths in planned_lengths(settings, split).items() if lengths}
@@ -61,7 +63,7 @@ def write_prompts(settings: Settings, root: Path) -> None:
             group: {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)}
             for group, lengths in lengths_by_group.items()
         }
-        claim(root / "prompts" / split / "settings.json", common | facts)
+        claim(root / "prompts" / split / "settings.json", common | facts, added=list(folders))
         missing[split] = {
             group: lengths
             for group, lengths in lengths_by_group.items()

@@ -10,7 +10,7 @@ from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import evaluation_folder
 from longspec.pipeline.report import main_table
 from longspec.pipeline.samples import Samples, markdown
-from longspec.pipeline.settings import Settings, settings_yaml
+from longspec.pipeline.settings import SOURCE, Settings, settings_yaml
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft, stage_table
 from longspec.replacing import write_atomically
@@ -39,7 +39,7 @@ T = 0, batch 1, outputs without repetition loops, on prompts that the draft has 
 
 ## Recipe
 
-The target wrote all training text. Each stage starts from the draft of the stage before.
+{text} Each stage starts from the draft of the stage before.
 
 {stages}
 
@@ -59,12 +59,17 @@ def write_draft(settings: Settings, root: Path) -> None:
     config = read_config(TargetText.load(settings.target).path)
     save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
     architecture = saved.options.architecture
+    stages, text = settings.training.stages, "The target wrote all training text."
+    if readers := [name for name, stage in stages.items() if SOURCE in (*stage.answers, *stage.replay)]:
+        files = f"up to {settings.code.train_files:,} source files of installed Python packages"
+        text = f"The target wrote the answers; {', '.join(readers)} also read {files}."
     card = CARD.format(
         target=Path(settings.target).name if Path(settings.target).exists() else settings.target,
         millions=sum(weight.numel() for name, weight in state.items() if name not in MAPS) / 1e6,
         figures=markdown(main_table(Samples.of_lines(read_samples(evaluation_folder(root))))),
         architecture=architecture,
         name=architecture.upper(),
+        text=text,
         stages=markdown(stage_table(settings, root)),
         settings=settings_yaml(settings),
     )

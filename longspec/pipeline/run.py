@@ -19,7 +19,7 @@ from longspec.models.families import family_class
 from longspec.pipeline.answers import CHAT, write_text
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate
-from longspec.pipeline.files import settings_file
+from longspec.pipeline.files import OtherSettings, settings_file
 from longspec.pipeline.probes import write_probes
 from longspec.pipeline.prompts import write_prompts
 from longspec.pipeline.published import write_draft
@@ -28,7 +28,7 @@ from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
-from longspec.pipeline.training import train
+from longspec.pipeline.training import check_trainer, train
 from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
@@ -57,6 +57,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
     settings = _settings(options, root, target, machine)
     if settings.chat.train or settings.chat.test:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
+    check_trainer(settings, target.config, text.path)
     steps, planned = steps_of(settings, root), estimate(settings, target, machine)
     plan = plan_lines(settings, target, machine, planned, root)
     refusal = _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
@@ -71,12 +72,17 @@ def draft(options: argparse.Namespace, command: str) -> None:
     if not options.yes and not settings_file(root).exists():
         ask()
     with locked(root):
-        write_atomically(settings_file(root), settings_yaml(settings))
-        run_steps(steps, root, planned)
-        page = root / "report.md"
-        write_page(page, f"A draft for {settings.target}", settings, root, command, {})
+        file, page = settings_file(root), root / "report.md"
+        before = file.read_text() if file.exists() else settings_yaml(settings)
+        write_atomically(file, settings_yaml(settings))
+        try:
+            run_steps(steps, root, planned)
+        except OtherSettings:
+            write_atomically(file, before)  # with which the folder's run continues
+            raise
         if settings.evaluation.draft is None:
             write_draft(settings, root)
+        write_page(page, f"A draft for {settings.target}", settings, root, command, {})
     own = settings.evaluation.draft or str(root / "draft")
     print(f"draft: {own}\nreport: {page}")
     for name in ("chat", "serve", "bench"):
@@ -87,6 +93,9 @@ def draft(options: argparse.Namespace, command: str) -> None:
 def _settings(options: argparse.Namespace, root: Path, target: Target, machine: Machine) -> Settings:
     """The settings in `--config`, those of the run that the folder holds, or those chosen for target and machine."""
     texts = [_absolute(file) for file in options.text]
+    for override in options.overrides:
+        if override.startswith("target="):
+            raise UserError(f"{override}: not an override; the argument TARGET names the target")
     overrides = [f"target={options.target}", *options.overrides]
     if options.config:
         settings = load_settings(options.config, overrides)
@@ -105,6 +114,9 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
         contexts = options.contexts or CONTEXTS
         settings = chosen_settings(target, machine, hours, contexts, texts, own, options.evaluate)
         settings = load_settings(settings, overrides)
+    for key in ("benchmarks", "documents"):
+        if (folder := getattr(settings, key)) is not None and not Path(folder).is_dir():
+            raise UserError(f"config key {key}: {folder}: no such folder")
     return evaluation_of(options.evaluate, settings) if options.evaluate else settings
 
 

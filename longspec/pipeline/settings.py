@@ -26,8 +26,8 @@ GROUPS = (
     *("code-question", "code-question-short", "document", "document-short", OWN),
 )
 """Groups of prompts for training and validation."""
-MAY_BE_0 = ("train", "validation", "test", "train_files", "replay", "contexts", "seed")
-"""Fields whose integers may be 0, in every section; those of all others are at least 1."""
+MAY_BE_0 = (".train", ".validation", ".chat.test", ".train_files", ".replay", ".contexts", ".seed")
+"""Ends of the keys whose integers may be 0; those of all others are at least 1."""
 
 
 @dataclass
@@ -206,15 +206,18 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
     """The settings in a YAML file or `base` itself, after `key=value` overrides. Raises UserError with the key."""
     if not isinstance(base, Settings) and not Path(base).is_file():
         raise UserError(f"--config: {base}: no such file; `longspec draft TARGET --dry_run` prints one")
-    merged = OmegaConf.structured(Settings)
+    source = where = "settings" if isinstance(base, Settings) else str(base)
     try:
         part = OmegaConf.structured(base) if isinstance(base, Settings) else OmegaConf.load(base)
-        for source in (part, OmegaConf.from_dotlist(list(overrides))):
-            merged = OmegaConf.merge(merged, source)
+        merged = OmegaConf.merge(OmegaConf.structured(Settings), part)
+        for where in overrides:
+            if "=" not in where:
+                raise ValueError("not an override; write key=value")
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([where]))
+        where = source
         settings: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         key = getattr(error, "full_key", None)
-        where = "settings" if isinstance(base, Settings) else base
         raise UserError(f"{where}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
     check_settings(settings)
     if settings.training.architecture != GLIDE:
@@ -232,7 +235,8 @@ def _check_integers(value: Any, key: str, least: int) -> None:
     if is_dataclass(value):
         for entry in fields(value):
             if "typing.Any" not in str(entry.type):  # else values of the trainer, which checks them
-                _check_integers(getattr(value, entry.name), f"{key}.{entry.name}", int(entry.name not in MAY_BE_0))
+                own = f"{key}.{entry.name}"
+                _check_integers(getattr(value, entry.name), own, int(not own.endswith(MAY_BE_0)))
     elif isinstance(value, (dict, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             _check_integers(item, f"{key}.{name}", least)
@@ -265,6 +269,16 @@ def check_settings(settings: Settings) -> None:
     for name, owner in reserved.items():
         if name in settings.answers:
             raise UserError(f"config key answers.{name}: this name is reserved for {owner}")
+    held_out = {"chat": settings.chat.validation, SOURCE: 0}
+    held_out |= {
+        name: sum(prompts.validation.get(group, 0) for group in run.prompts) for name, run in settings.answers.items()
+    }
+    for name, stage in stages.items():
+        key = f"config key training.stages.{name}.answers"
+        if not any(held_out[run] for run in stage.answers):
+            raise UserError(f"{key}: [{', '.join(stage.answers)}] has no held-out text; add a run with validation")
+        if SOURCE in (*stage.answers, *stage.replay) and not settings.code.train_files:
+            raise UserError(f"{key}: {SOURCE} needs code.train_files of at least 1; raise it, or leave {SOURCE} out")
     for key in ("contexts", "short_contexts"):
         contexts = getattr(prompts, key)
         if len(contexts) != 2 or not 0 < contexts[0] <= contexts[1]:

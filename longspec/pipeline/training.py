@@ -8,17 +8,20 @@ from typing import Any
 import pandas
 import torch
 from omegaconf import OmegaConf
+from transformers import PreTrainedConfig
 
-from longspec.cli.train import CONFIGS, ROOT
+from longspec.cli.train import CONFIGS, ROOT, TRAINER
 from longspec.errors import UserError
 from longspec.models.draft_layer import GLIDE
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.probes import adopted
-from longspec.pipeline.processes import METRICS, launch, launch_line
+from longspec.pipeline.processes import METRICS, hydra_overrides, launch, launch_line
 from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
 from longspec.pipeline.target import TargetText
-from longspec.train.config import compose_config
+from longspec.train.config import compose_config, typed_with_auto
+from longspec.train.config_checks import check
 from longspec.train.config_schema import DRAFT_DEFAULTS
+from longspec.train.inputs import check_fit
 
 CHECKPOINT, FACTS = "checkpoint-last", "settings.json"
 SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
@@ -65,6 +68,33 @@ def train(name: str, settings: Settings, root: Path) -> None:
         raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
     with (folder / "seconds.jsonl").open("a") as times:
         times.write(f"{seconds:.1f}\n")
+
+
+def check_trainer(settings: Settings, config: PreTrainedConfig, path: str) -> None:
+    """Check the trainer's configuration of every stage and candidate, for a target with `config` at `path`.
+
+    Raises UserError with the key in the settings.
+    """
+    for number, (name, stage) in enumerate(settings.training.stages.items()):
+        # The text does not exist yet, and any files stand for it.
+        values: dict[str, Any] = {"data.files": [str(ROOT / TRAINER)], "evaluation.files": [__file__]}
+        values |= {"model_name_or_path": path, "draft_model_name_or_path": "draft" if number else None}
+        values |= {"data.max_length": stage.max_length, "resume": "latest", **stage.overrides}
+        changes: dict[str, dict[str, Any]] = {f"training.stages.{name}.overrides": {}}
+        if number == 0:
+            values |= _architecture(settings.training)
+            for own, probe in settings.probes.items():
+                changes[f"probes.{own}.shared"] = probe.shared
+                for candidate, keys in probe.candidates.items():
+                    changes[f"probes.{own}.candidates.{candidate}"] = probe.shared | keys
+        ranks, *_ = batches(name, stage)
+        for section, changed in changes.items():
+            try:
+                composed = compose_config(ROOT / CONFIGS, stage.config, hydra_overrides(values | changed))
+                check(trained := typed_with_auto(composed, ranks))
+                check_fit(trained, config)
+            except UserError as error:
+                raise UserError(str(error).replace("config key ", f"config key {section}.", 1)) from error
 
 
 def _architecture(training: TrainingSettings) -> dict[str, Any]:

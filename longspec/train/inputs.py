@@ -62,12 +62,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         check_shared(target, config.tp_size, name)
     else:
         check_weights(name, target)
-    max_positions = position_limit(target)
-    if config.data.max_length > max_positions:
-        raise UserError(
-            f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {max_positions} "
-            "positions"
-        )
+    check_fit(config, target)
 
     tokenizer = load_tokenizer(name, target, config.data.chat_template_kwargs)
     chat_format = resolve_chat_format(config.data.chat_format, name, target.model_type, tokenizer, logger.info)
@@ -97,17 +92,25 @@ def read_inputs(config: TrainConfig) -> Inputs:
     # All packed rows have the same length, so that the shapes of micro-batches repeat.
     packed_length = data.max_length if data.pack else None
     collate = Collator(pad, answer_only=data.answer_only, pad_to=packed_length)
-    return Inputs(rows, held_out, collate, tokenizer, draft, max_positions)
+    return Inputs(rows, held_out, collate, tokenizer, draft, position_limit(target))
 
 
-def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
-    """The draft of the previous stage, None for a fresh one. Raises UserError if it does not fit the target."""
+def check_fit(config: TrainConfig, target: PreTrainedConfig) -> None:
+    """Raise UserError unless the rows and the draft's options fit the target."""
+    if config.data.max_length > (positions := position_limit(target)):
+        raise UserError(
+            f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {positions} positions"
+        )
     config.model.draft_options.check_target(target, "config key model.kv_layers")
     if (size := config.model.draft_vocabulary) is not None and size >= target.vocab_size:
         raise UserError(
             f"config key model.draft_vocabulary: {size}, but the target has only {target.vocab_size} tokens; use "
             "fewer, or null for all"
         )
+
+
+def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
+    """The draft of the previous stage, None for a fresh one. Raises UserError if it does not fit the target."""
     if (path := config.draft_model_name_or_path) is None:
         return None
     return check_draft(path, target, pair_class(config.model._target_).draft_layer_class)

@@ -225,6 +225,7 @@ def test_a_run_that_is_killed_in_each_step_continues_and_repeats_nothing(tmp_pat
     assert "900 over 400" in summary["tables"]["The same text"][0]
     for name in ("report.md", "contexts.png", "tokens_per_second.png", "draft/README.md"):
         assert (root / name).stat().st_size > 0
+    assert "stage1 also read up to 12 source files" in (root / "draft/README.md").read_text()
     *_, chat, serve, bench, last = printed.splitlines()
     for line, name in ((chat, "chat"), (serve, "serve"), (bench, "bench")):
         assert line == f"longspec {name} {target} --draft {root / 'draft'}"

@@ -21,6 +21,7 @@ from longspec.pipeline.sources import SourceFile, Texts, read_code, read_own, re
 from longspec.pipeline.target import CHAT_FORMAT, TargetText
 from longspec.regenerate.settings import SPLITS
 
+FOLDERS = ("benchmarks", "documents")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -133,6 +134,15 @@ def test_the_trainer_reads_source_files_of_the_training_packages(
 
     monkeypatch.setattr(prompts, "read_code", lambda *_: pytest.fail("read again"))
     write_prompts(settings, root)
+    for name in FOLDERS:
+        other = replace(settings, **{name: str(tmp_path)})
+        with pytest.raises(UserError, match=rf"{name}: null there, \"{tmp_path}\" here"):
+            write_prompts(other, root)
+    for split in SPLITS:  # a folder of an earlier version
+        facts = root / "prompts" / split / "settings.json"
+        older = {name: value for name, value in json.loads(facts.read_text()).items() if name not in FOLDERS}
+        facts.write_text(json.dumps(older | {"with_documents": True}))
+    write_prompts(other, root)
     settings.code.train_files = 7
     with pytest.raises(UserError, match=r"made with other settings \(train_files: 1000 there, 7 here\)"):
         write_prompts(settings, root)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
 from longspec.pipeline.estimates import FILE_TOKENS, Machine, Target, estimate
+from longspec.pipeline.files import claim
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
@@ -171,3 +173,48 @@ def test_a_folder_that_does_not_suit_is_refused(
     assert error.endswith("settings.yaml/out/.lock cannot be written (Not a directory)")
     # More contexts than the target has positions are the same plan.
     command.main([str(folder), "--output_dir", str(tmp_path), "--contexts", "999999", "--dry_run"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target=x", "target=x: not an override; the argument TARGET names the target"),
+        ("benchmarks=/nope", "config key benchmarks: /nope: no such folder"),
+        ("documents=/nope", "config key documents: /nope: no such folder"),
+        ("training.stages.stage1.overrides.foo=1", "config key training.stages.stage1.overrides.foo: no such key"),
+        (
+            "training.stages.stage2.overrides.model.window=1",
+            "training.stages.stage2.overrides.model.window: 1; it must",
+        ),
+        ("training.stages.stage3.overrides.deepspeed=zero9", "training.stages.stage3.overrides.deepspeed: no 'zero9'"),
+        ("probes.layers.shared.foo=1", "config key probes.layers.shared.foo: no such key"),
+        (
+            "probes.layers.candidates.x={model.kv_layers: [99]}",
+            "probes.layers.candidates.x.model.kv_layers: the draft's",
+        ),
+    ],
+)
+def test_a_mistake_is_found_before_any_work(override: str, message: str, tmp_path: Path, refusal: Refusal) -> None:
+    """Also in values of the trainer, which would refuse them after the text is written."""
+    folder = make_chat_target(tmp_path / "target")
+    line = [str(folder), "--config", str(ROOT / "tests" / "tiny_draft.yaml"), "--output_dir", f"{tmp_path}/out"]
+    command.main([*line, "--dry_run"])
+    assert message in refusal(command.main, [*line, "--yes", override])
+    assert not (tmp_path / "out").exists()
+
+
+def test_refused_settings_do_not_replace_those_of_the_folder(
+    tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [str(make_chat_target(tmp_path / "target")), "--output_dir", str(tmp_path / "out"), "--yes"]
+    claimed: list[int] = []
+
+    def step(settings: Any, root: Path) -> None:
+        claimed.append(load_settings(root / "settings.yaml").seed)  # as a child process reads them
+        claim(root / "facts.json", {"seed": settings.seed})
+        raise UserError("stopped here")
+
+    monkeypatch.setattr(run, "steps_of", lambda settings, root: {"chat": partial(step, settings, root)})
+    for overrides, message in (["seed=1"], "stopped here"), (["seed=2"], "seed: 1 there, 2 here"), ([], "stopped here"):
+        assert message in refusal(command.main, [*line, *overrides])
+    assert claimed == [1, 2, 1]
