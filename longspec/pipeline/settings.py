@@ -277,8 +277,6 @@ def check_settings(settings: Settings) -> None:
         key = f"config key training.stages.{name}.answers"
         if not any(held_out[run] for run in stage.answers):
             raise UserError(f"{key}: [{', '.join(stage.answers)}] has no held-out text; add a run with validation")
-        if SOURCE in (*stage.answers, *stage.replay) and not settings.code.train_files:
-            raise UserError(f"{key}: {SOURCE} needs code.train_files of at least 1; raise it, or leave {SOURCE} out")
     for key in ("contexts", "short_contexts"):
         contexts = getattr(prompts, key)
         if len(contexts) != 2 or not 0 < contexts[0] <= contexts[1]:

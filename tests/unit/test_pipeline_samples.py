@@ -21,7 +21,7 @@ from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
 from longspec.pipeline import report
-from longspec.pipeline.forced import depth_probabilities, forced_acceptance
+from longspec.pipeline.forced import forced_acceptance, path_probabilities
 from longspec.pipeline.report import by_context, by_method, same_text
 from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples, pooled, speed_ratio
@@ -199,5 +199,5 @@ def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
     )
     logits = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
     p = logits.softmax(-1)[0]
-    expected = torch.stack([p[0, 5] + p[0, 7], p[0, 7] * p[2, 2]])
-    torch.testing.assert_close(depth_probabilities(proposal, logits)[0], expected)
+    expected = torch.stack([torch.tensor(1.0), p[0, 5], p[0, 7], p[0, 7] * p[2, 2], torch.tensor(0.0)])
+    torch.testing.assert_close(path_probabilities(proposal, logits)[0], expected)

@@ -48,7 +48,6 @@ def load(*overrides: str) -> Settings:
         ("evaluation.methods=[{name: tree, prompts: 1, tree_shape: [4, 0]}]", r"methods.0.tree_shape.1: 0; must be"),
         ("prompts.test=0", "key prompts.test: 0; must be at least 1"),
         ("training.stages.stage1.answers=[source]", r"stages.stage1.answers: \[source\] has no held-out text"),
-        ("training.stages.stage1.answers=[chat,source]", "source needs code.train_files of at least 1"),
         ("chat.trian=5", "^chat.trian=5: key chat.trian: "),
         ("hours", "^hours: not an override; write key=value"),
     ],
