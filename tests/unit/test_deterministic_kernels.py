@@ -49,8 +49,7 @@ DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's dot is numpy's, whose order of summation depends on the shape. In fp64 it makes no difference,
-    because the result is rounded to fp32."""
+    """The interpreter's dot is numpy's, whose order of summation depends on the shape, but not in fp64 rounded to fp32."""
 
     def create_dot(builder: InterpreterBuilder, a: Any, b: Any, d: Any, *further: Any) -> TensorHandle:
         product = np.matmul(a.data, b.data, dtype=np.float64)

@@ -195,17 +195,14 @@ def test_a_wrong_combination_is_refused_in_one_line(draft_folder: Path, changes:
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("value", [None, 0])
-def test_an_incomplete_tree_is_refused(value: int | None) -> None:
-    with pytest.raises(UserError, match="give all three"):
-        set_default_tree(SimpleNamespace(**(DEFAULT_TREE | {"speculative_eagle_topk": value})))
-
-
-def test_a_fitting_draft_runs_with_the_default_tree(draft_folder: Path) -> None:
+def test_a_fitting_draft_runs_with_the_default_tree_and_an_incomplete_one_is_refused(draft_folder: Path) -> None:
     args = server_args(draft_folder, **dict.fromkeys(DEFAULT_TREE))
     set_default_tree(args)
     check_server(args, tiny_config("llama"))
     assert args.speculative_num_draft_tokens == 32
+    for value in (None, 0):
+        with pytest.raises(UserError, match="give all three"):
+            set_default_tree(SimpleNamespace(**(DEFAULT_TREE | {"speculative_eagle_topk": value})))
 
 
 def server_args(draft: Path, **changes: Any) -> SimpleNamespace:
