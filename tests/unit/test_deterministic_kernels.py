@@ -49,7 +49,7 @@ DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's dot is numpy's, whose order of summation depends on the shape, but not in fp64 rounded to fp32."""
+    """The order of sums in numpy's dot depends on the shape, which makes no difference in fp64 rounded to fp32."""
 
     def create_dot(builder: InterpreterBuilder, a: Any, b: Any, d: Any, *further: Any) -> TensorHandle:
         product = np.matmul(a.data, b.data, dtype=np.float64)
