@@ -211,10 +211,10 @@ def test_a_run_that_is_killed_in_each_step_continues_and_repeats_nothing(tmp_pat
     printed = completed(command(target, root, f"benchmarks={texts}"))
     assert before.items() <= finished(root).items()
 
-    starts = re.findall(r"steps (\d+) … 60", (root / "training/recipe-0/stage1/log.txt").read_text())
+    starts = re.findall(r"steps (\d+) … 200", (root / "training/recipe-0/stage1/log.txt").read_text())
     assert starts[0] == "1" and int(starts[-1]) > 1, "stage 1 resumed from a checkpoint"
     steps = [json.loads(line)["step"] for line in (root / "training/recipe-0/stage1/metrics.jsonl").open()]
-    assert steps == list(range(1, 61))
+    assert steps == list(range(1, 201))
     samples = [json.loads(line) for line in (root / "evaluation/samples-0.jsonl").open()]
     keys = [tuple(sample[name] for name in ("task", "context", "method", "temperature", "id")) for sample in samples]
     assert len(set(keys)) == len(keys)
