@@ -15,6 +15,7 @@ from longspec.data.records import KIND_FIELDS, WHERE, Record, RecordError, read_
 from longspec.errors import UserError, os_errors
 
 TEXT = (".txt",)
+"""Suffixes of text files, in any case."""
 STDIN = "-"
 
 

@@ -94,6 +94,7 @@ def _common_form(record: Record) -> Record:
     check_record(record, kind)
     prompt: str | list[Turn] | None = None
     cut = is_cut(record)
+    # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
         prompt, answer, cut_turn = _last_answer(record[kind.answer_field], kind.name)
         cut |= cut_turn
@@ -138,6 +139,7 @@ def _turn(turn: object, field: str) -> Turn:
     """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
         raise RecordError(field, f"must be an object with role and content, not {type(turn).__name__}")
+    # OpenAI writes role and content, ShareGPT from and value.
     is_sharegpt = "from" in turn and "role" not in turn
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     role = text_of(turn.get(role_key), f"{field}.{role_key}")

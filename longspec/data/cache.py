@@ -20,6 +20,7 @@ with extra("train"):
 logger = logging.getLogger(__name__)
 
 DIGESTS = "digests.json"
+"""File in a cached table with the digest of each Arrow file, by name."""
 
 
 def cached_table(folder: Path, build: Callable[[str], object]) -> Dataset:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 IGNORED = -100
+"""Label of tokens that are not in the loss."""
 
 
 class Segment(TypedDict):
@@ -51,9 +52,11 @@ class Collator:
                 # Nothing in the segment predicts its first token.
                 first_label = max(1, int(segment["prompt_length"]) if self.answer_only else 1)
                 input_ids[row_number, start:end] = ids
+                # In Hugging Face form: `labels` equals `input_ids`, and the loss shifts them.
                 labels[row_number, start + first_label : end] = ids[first_label:]
                 borders.append(row_number * length + end)
                 start = end
+            # Padding is a segment of its own, which keeps attention inside the samples.
             if start < length:
                 borders.append((row_number + 1) * length)
 

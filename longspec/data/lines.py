@@ -11,6 +11,7 @@ from longspec.digests import file_digests
 from longspec.errors import UserError
 
 Files = str | Path | Iterable[str | Path]
+"""One or more files, folders or glob patterns."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""

@@ -42,6 +42,7 @@ class SourcePrompt:
     turns: list[Turn]
     """Conversation up to a user turn; empty if the target continues plain text."""
     text: str
+    """Its text in the chat format."""
 
 
 class PromptFiles:
@@ -51,6 +52,7 @@ class PromptFiles:
         """Raises UserError for a missing file, and for a record without a prompt, with its file, line and field."""
         paths = data_files(files)
         self.digests = dict(zip(paths, file_digests(paths), strict=True))
+        """The digest of each file, by path."""
         self.unread: set[str] = set()
         self.lines: list[tuple[str, int, int, int]] = []
         """File, line number from 1, byte offset and number of bytes of each record."""
@@ -148,6 +150,7 @@ def user_turn_marks(tokenizer: Any) -> tuple[str, str]:
     if template_text(tokenizer) is None:
         raise UserError("the tokenizer has no chat template, so the target cannot write user turns")
     text = apply_template(tokenizer, [{"role": "user", "content": PLACEHOLDER}])
+    # Works for any template that inserts the content unchanged.
     before, placeholder, after = text.partition(PLACEHOLDER)
     if not placeholder or not before or not after:
         raise UserError("the chat template does not mark user turns, so the target cannot write them")

@@ -53,6 +53,7 @@ KINDS = (
     Kind("prompt", "prompt", "completion"),
 )
 KIND_FIELDS = frozenset(name for kind in KINDS for name in (kind.prompt_field, kind.answer_field) if name)
+"""Fields that tell a record's kind."""
 SOURCE_TAGS = ("code", "book", "arxiv", "tulu-v2", "gov-report", "multi-news", "meetingbank")
 """Values of `source` in published records that name a corpus and are not prompts."""
 
@@ -107,6 +108,7 @@ def split_pairs(record: Record) -> list[Record]:
     name_keys = [key for key in ("id", WHERE) if key in record]
     records = []
     for number, (article, abstract) in enumerate(pairs):
+        # Results and errors name a pair as id#0, id#1, …
         names = {key: f"{record[key]}#{number}" for key in name_keys}
         records.append({**record, "article": article, "abstract": abstract, **names})
     return records
@@ -116,6 +118,7 @@ def record_kind(record: Record) -> Kind:
     """The kind of a record by its fields, of which null ones count as missing. Raises RecordError if none fits."""
     # Datasets with a common schema write null for the fields that a record lacks.
     present = {name for name, value in record.items() if value is not None}
+    # `source` is a prompt in some data sets and the name of the corpus in others.
     if record.get("source") in ("", *SOURCE_TAGS):
         present.discard("source")
     for kind in KINDS:

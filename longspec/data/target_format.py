@@ -73,6 +73,7 @@ def _template_end(tokenizer: Any) -> int | None:
     answer = "An answer."
     turns: list[Turn] = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
     try:
+        # Rendered once to see which token follows an answer; the texts are arbitrary.
         text = apply_template(tokenizer, turns)
     except UserError:
         return None

@@ -94,6 +94,7 @@ def render(
     if kind in CONTINUED_KINDS and isinstance(prompt, str):
         return prompt, answer
 
+    # A template from the configuration replaces the built-in text, its lead-in word included.
     is_built_in = kind in COMPOSITIONS and kind not in (templates or {})
     prefix = lead_in(LEAD_IN, family, chat_format) if is_built_in else ""
 

@@ -23,6 +23,7 @@ with extra("train"):
     from datasets.table import InMemoryTable
 
 Digests = Sequence[Sequence[str]]
+"""Path and digest of each file."""
 
 TOKEN_FEATURES = Features(
     {
@@ -47,6 +48,7 @@ class Tokenize:
     eos_token_id: int
     """Token that ends documents and answers. That of a chat template can differ from the tokenizer's (Llama-3)."""
     vocab_size: int
+    """Number of tokens that the target has embeddings for."""
     family: str
     """Model type of the target, which selects the published chat format."""
     chat_format: str
@@ -81,6 +83,7 @@ class Tokenize:
                 pieces = self._pieces(ids, prompt_length, splits, record.get("cut", False))
             else:
                 pieces = [_piece([], 0, NO_ANSWER)]
+            # One record can become several samples, all with its id.
             for piece in pieces:
                 for name, value in {"id": record["id"], **piece}.items():
                     columns[name].append(value)
@@ -142,6 +145,7 @@ class Tokenize:
         for path, line, raw in chunk:
             with records.located(path, line):
                 record = self._prepared(records.parse_record(path, line, raw))
+                # A conversation has only its last answer in the loss, so pairs become samples of their own.
                 parts = records.split_pairs(record) if self.answer_only else [record]
                 for part in parts:
                     aligned: Any = self.aligners[-1](part)

@@ -35,6 +35,7 @@ class Results:
         """
         self.path = path
         self.file = part_path(path, rank) if rank else path
+        """The file of this rank."""
         self.lines: dict[int, Line] = {}
         """The lines by item, as far as they stay in memory."""
         self.done: set[int] = set()

@@ -57,9 +57,11 @@ class EvaluationPlan:
     """Context length of the target in tokens."""
     tokenizer: Any
     chat_format: str
+    """The chat format of the prompts, one of CHAT_FORMATS."""
     draft: str | None
     """Path or hub id of the draft; None if the method needs none and the options name none."""
     draft_state: dict[str, Tensor] | None
+    """Weights of the draft; None without one."""
     selection: Selection
     max_new_tokens: int
     device: torch.device
@@ -127,6 +129,7 @@ class EvaluationPlan:
     @property
     def output_dir(self) -> Path:
         """The folder of the results; by default one per configuration."""
+        # A folder that the user names is used as it is, and checked for results of other runs.
         if self.options.output_dir:
             return Path(self.options.output_dir)
         # A hub id has slashes, and a name of dots would leave the folder.

@@ -78,6 +78,7 @@ def read_questions(
         # Results name samples by this id, so it must exist and print in one line.
         if not isinstance(identity, str | int):
             raise RecordError(task.id_field, "is missing; it must be a string or a whole number")
+        # Only the quoted fields must be text; a record may hold anything else.
         fields = {field for _, field, _, _ in Formatter().parse(template) if field}
         values = {field: text_of(record.get(field), field) for field in fields}
         return str(identity), chat_prompt(template.format(**values), family, tokenizer, chat_format, answer_prefix)

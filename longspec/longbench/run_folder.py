@@ -14,7 +14,9 @@ from longspec.locks import locked
 from longspec.longbench.report import read_line, write_json
 
 DIGEST_LENGTH = 8
+"""Number of hexadecimal digits in the folder's name."""
 LONGEST_SHAPE = 80
+"""Number of characters of a tree's shape in the folder's name."""
 RUN_NAME = "run.json"
 SAMPLES_NAME = "samples.jsonl"
 SUMMARY_NAME = "summary.json"

@@ -33,6 +33,7 @@ HEAD_TOKENS = 48
 """First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
 WARM_UP_TOKENS = 16
 FIGURES = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
+"""Statistics of `generate` in a sample."""
 
 
 def evaluation_folder(root: Path) -> Path:

@@ -60,7 +60,8 @@ def write_draft(settings: Settings, root: Path) -> None:
     save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
     architecture = saved.options.architecture
     stages, text = settings.training.stages, "The target wrote all training text."
-    if readers := [name for name, stage in stages.items() if SOURCE in (*stage.answers, *stage.replay)]:
+    readers = [name for name, stage in stages.items() if SOURCE in (*stage.answers, *stage.replay)]
+    if readers and settings.code.train_files:
         files = f"up to {settings.code.train_files:,} source files of installed Python packages"
         text = f"The target wrote the answers; {', '.join(readers)} also read {files}."
     card = CARD.format(

@@ -32,6 +32,7 @@ from longspec.pipeline.training import check_trainer, train
 from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
+"""Default values of the options."""
 GIB = 2**30
 TIMES = "seconds.jsonl"
 """File with the seconds of each step and their estimate."""

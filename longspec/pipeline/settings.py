@@ -81,6 +81,7 @@ class AnswerSettings:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     """Temperatures of the training answers. Validation answers are greedy."""
     processes: int = 1
+    """Processes per GPU."""
 
 
 @dataclass
@@ -145,6 +146,7 @@ class MethodSettings:
     prompts: int = MISSING
     """Number of prompts per task and context; the first ones are used."""
     tree_shape: list[int] = field(default_factory=lambda: [4, 16, 16, 16, 16])
+    """Nodes per level of the tree."""
     tree_nodes: int | None = None
     """Nodes of a tree that are verified, the root included; None for all."""
     lookup_branches: bool = False

@@ -15,6 +15,7 @@ SECRET_BYTES = 16
 GREETING_BYTES = SECRET_BYTES + 4
 """Size of a greeting: the secret of the launch and the caller's rank."""
 CONNECT_S = 60
+"""Seconds in which all ranks must connect."""
 GREETING_S = 5
 """Seconds without a byte after which a caller is dropped. A rank greets at once."""
 SEND_S = 5

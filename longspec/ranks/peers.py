@@ -36,6 +36,7 @@ from longspec.signals import STOP_SIGNALS, StopSignals, exit_code
 logger = logging.getLogger(__name__)
 
 TICK_S = 1
+"""Seconds between two messages to a peer."""
 SILENT_S = 120
 """Seconds without a message after which a rank is considered stopped. A long C call that holds the GIL is silent."""
 END_S = 15
@@ -92,12 +93,15 @@ class PeerWatch:
         self.peers: dict[socket.socket, int] = {}
         """Rank of the peer at each connection."""
         self._last_heard: dict[int, float] = {}
+        """Time of the last message of each peer."""
         self._lost_rank: int | None = None
         self._has_lost = threading.Event()
         self._launcher = Launcher()
         self._closed = threading.Event()
         self._stopping = False
+        """Whether a request to stop was handled."""
         self._interrupted = False
+        """Whether a SIGINT was received."""
         self._exit_timer: threading.Timer | None = None
         self._inbox, self._outbox = socket.socketpair()
         self._inbox.setblocking(False)

@@ -32,6 +32,7 @@ from longspec.signals import StopSignals
 T = TypeVar("T")
 
 CONNECT = timedelta(minutes=5)
+"""Time in which all ranks must connect."""
 POLL_S = 0.1
 """Seconds between two looks at stop signals while a rank waits for the others."""
 STOP = "stop"

@@ -23,6 +23,7 @@ class Settings:
     target: str
     """Name that `load_pair` takes, folder, hub id or GGUF file."""
     output_dir: str
+    """Folder of the split's file and its shards."""
     split: str = "train"
     """One of SPLITS. Each split has its own random numbers."""
     files: tuple[str, ...] = ()
@@ -30,6 +31,7 @@ class Settings:
     count: int = 0
     """Number of prompts in all shards. With files, their first `count` records; 0 takes all."""
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    """Temperatures to draw from, for each answer."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -44,6 +46,7 @@ class Settings:
     max_turn_tokens: int = 256
     """Longest user turn that the target writes, in tokens; longer ones are left out."""
     batch_size: int = 256
+    """Largest number of rows in a batch."""
     shard_size: int = 0
     """Number of prompts per shard; 0 lets `shards.shard_size` choose it."""
     seed: int = 0

@@ -207,6 +207,7 @@ def locate(config: TrainConfig) -> TrainConfig:
         return replace(
             config, model_name_or_path=target, draft_model_name_or_path=draft or str(folder / DRAFT_WEIGHTS_NAME)
         )
+    # Nothing needs to be looked up: the user named both.
     if draft is not None:
         return config
     resolved = resolve_target(config.model_name_or_path)

@@ -121,6 +121,7 @@ class VariantConfig:
 
     name: Literal["base", "sinkpi-slicing"]
     max_offset: Count
+    """Largest offset of anchor-offset positions."""
     depth: Count
     """Largest lag of sinkpi-slicing."""
 

@@ -78,6 +78,7 @@ def build_pair(config: TrainConfig, draft: dict[str, Tensor] | None, vocabulary:
     vocabulary: the list of a fresh draft, LongTensor [Vd]; None for the whole vocabulary. Raises UserError if target or
     draft cannot be loaded, or if the list cannot be split over the ranks that share a target.
     """
+    # A fresh draft is drawn from this seed.
     torch.manual_seed(config.seed)
     load = pair_class(config.model._target_).from_pretrained
     with built_in_shards(config):
@@ -131,6 +132,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
         # The optimizer multiplies the decay by the scaled rate.
         group["weight_decay"] = config.weight_decay / group["rate_scale"]
 
+    # The frozen target stays out of checkpoints.
     engine.module.register_state_dict_post_hook(_keep_draft)
     if tp_rank > 0:
         engine.save_non_zero_checkpoint = engine.save_zero_checkpoint = False
@@ -162,6 +164,7 @@ def _restore_rotary(target: Any) -> None:
     Some versions of transformers cast them when ZeRO-3 builds the target in shards, and old versions of DeepSpeed cast
     all buffers.
     """
+    # At position 100k, the rounding of bf16 exceeds a full turn of the fast frequencies.
     rotary = target.rotary_emb
     fresh = type(rotary)(target.config).to(rotary.inv_freq.device)
     for name, frequencies in fresh.named_buffers():

@@ -34,6 +34,7 @@ DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
 BEST = ("saving_best", "checkpoint-best")
 """Folders of the best draft: staged and current."""
 EARLIER = "checkpoint-earlier"
+"""Prefix of the folders with drafts of earlier runs."""
 REMOVED = ".removed"
 """Name of a folder while it is removed."""
 

@@ -38,6 +38,7 @@ class Inputs:
     rows: RowDataset
     held_out: RowDataset | None
     collate: Collator
+    """Function from items of `rows` to a micro-batch."""
     tokenizer: Any
     draft: dict[str, Tensor] | None
     """Draft weights of the previous stage; None for a fresh draft."""

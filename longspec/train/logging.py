@@ -25,7 +25,9 @@ from longspec.train.config_schema import TrainConfig
 
 logger = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
+"""File with one JSON line per step."""
 WANDB_START_S = 30
+"""Seconds that W&B may take to start."""
 WANDB_S = 60
 """Seconds that W&B may take to finish its upload. Files that are not uploaded stay for `wandb sync`."""
 
@@ -122,6 +124,7 @@ def _cut(path: Path, last_step: int) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
+    # A new run must not append to the metrics of another.
     if not last_step:
         names = (path.with_name(f"{path.stem}-earlier-{number}{path.suffix}") for number in count(1))
         path.rename(next(name for name in names if not name.exists()))

@@ -56,6 +56,7 @@ class DraftLoss:
     log_target_loss: bool = False
     """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
+    """Largest number of logits in a chunk."""
     vocabulary: Tensor | None = None
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
 
@@ -70,9 +71,15 @@ class DraftLoss:
         """Whether the target's hidden states are needed. Otherwise they may be None."""
         return self.teacher_share > 0 or self.log_target_loss
 
-    def __call__(self, *inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The arguments of `in_chunks` after the first."""
-        return self.in_chunks(ChunkedLoss.apply, *inputs)
+    def __call__(
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
 
     def in_chunks(
         self,
@@ -99,6 +106,7 @@ class DraftLoss:
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The tokens that count, N in all: draft and target hidden states [N, hidden] and the next tokens [N]."""
+        # Hidden state i predicts the token at i + 1, so labels move one to the left.
         next_tokens = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
         indices = (next_tokens != IGNORED).nonzero().squeeze(1)
         # Selected on the host: on the device, the number of tokens would have to be copied back.

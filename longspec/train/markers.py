@@ -14,6 +14,7 @@ from longspec.models.content import Digests
 from longspec.replacing import replacing, sync
 
 MARKER = "complete.json"
+"""File name of the marker, the last file that a save writes."""
 
 
 @dataclass(frozen=True)

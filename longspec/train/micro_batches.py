@@ -74,6 +74,7 @@ def engine_inputs(
 ) -> EngineInputs:
     """The engine's arguments for a micro-batch, with token and position ids on `device`."""
     return {
+        # Target and draft read the same position ids.
         "input_ids": upload(batch["input_ids"], device),
         "position_ids": upload(positions, device),
         # The host reads these. A copy back from the device would wait for all kernels that are queued there.

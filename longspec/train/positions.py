@@ -55,6 +55,7 @@ def anchor_offset_positions(
 
     # A segment with offset o occupies positions up to o + n - 1, within the range of the target.
     largest = (min(max_offset, max_positions - RESERVED_POSITIONS) - lengths).clamp(min=0)
+    # A long segment already covers distant positions.
     largest[lengths > MAX_OFFSET_TOKENS] = 0
 
     uniform = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
@@ -62,6 +63,7 @@ def anchor_offset_positions(
     offsets = (uniform * (largest + 1)).long()
     token_offsets = offsets.repeat_interleave(lengths).view(shape)
 
+    # The first tokens keep their positions, because targets attend strongly to them (attention sinks).
     positions = contiguous_positions(cu_seqlens, shape)
     return positions + torch.where(positions < SINKS, 0, token_offsets)
 

@@ -108,6 +108,7 @@ def auto_value(key: str, run: TrainConfig, target: PreTrainedConfig, fresh: bool
         case "learning_rate":
             return float(f"{RATES.get(run.optimizer, RATES['adamw']) * math.sqrt(576 / width):.2g}")
         case "per_device_train_batch_size":
+            # As many rows as the device's memory allows.
             memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else CPU_BYTES
             tokens = int(UNITS_PER_BYTE * memory / width)
             return _power_of_two(min(tokens // run.data.max_length, _rows_per_rank(run, ranks)))

@@ -150,6 +150,7 @@ def changes(saved: Contents, current: Contents) -> list[str]:
     }
     differences = []
     for key, (old, new) in lists.items():
+        # Equal digests in order are the same data, which may have moved.
         pairs = (pair for pair in zip_longest(old, new, fillvalue=("no file", "")) if pair[0][1] != pair[1][1])
         for before, now in islice(pairs, 1):
             differences.append(f"{key}: the contents changed, was {' '.join(before)}, is {' '.join(now)}")

@@ -22,6 +22,7 @@ class ResumableSampler(Sampler[list[int]]):
     """
 
     rows: int
+    """Rows of the data set, > 0."""
     batch_size: int
     rank: int
     world_size: int
@@ -40,12 +41,14 @@ class ResumableSampler(Sampler[list[int]]):
 
     def batch(self, micro_step: int) -> list[int]:
         """This rank's row numbers in `micro_step`."""
+        # The rows of one micro-step over all ranks are consecutive in the endless sequence.
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         return [self._row(index) for index in range(first, first + self.batch_size)]
 
     def _row(self, index: int) -> int:
         """The row number at `index` of the endless sequence."""
         epoch, index_in_epoch = divmod(index, self.rows)
+        # All ranks compute the same permutation and read different parts of it.
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)

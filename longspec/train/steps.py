@@ -63,6 +63,7 @@ class OptimizerSteps:
     def load(self, step: int) -> None:
         """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
         start = time.perf_counter()
+        # Waits if the loader's workers are slower than training.
         arrays = list(islice(self.arrays, self.accumulation))
         self.wait_s = time.perf_counter() - start
         # Shares memory with the arrays; nothing is copied.
@@ -105,6 +106,7 @@ class OptimizerSteps:
         # A fraction, because epochs end within a step.
         epoch = step * rows_per_step(self.config) / len(self.inputs.rows)
         metrics = {**means, "lr": learning_rate, "grad_norm": grad_norm, "tokens": tokens, "epoch": epoch}
+        # Waiting shows that the loader is slower than training.
         return {**metrics, "seconds": time.perf_counter() - start, "data_seconds": self.wait_s}
 
     def run_micro_batches(

@@ -1,4 +1,4 @@
-"""Signals to each process of a run: what is saved, said and left behind; `longspec draft` killed in each step."""
+"""Signals to each process of a run: what is saved and reported. `longspec draft`, killed in each step, resumes."""
 
 import json
 import os

@@ -23,7 +23,7 @@ PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
 PRIOR_REACH = 0.5
 """Share of rounds in which the accepted path reaches the last level of a tree."""
 MOST_TRACED = 8
-"""Most rows on whose texts lookup is simulated. Each takes the host some microseconds per token, and all are alike."""
+"""Most rows on whose texts lookup is simulated, which takes some microseconds per token. They stand for all rows."""
 PROBE_SHARE = 0.01
 """Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
 FIRST_LOSS = 2.0
@@ -56,7 +56,7 @@ class Observed(NamedTuple):
     counts: np.ndarray
     """int64 [n]: number of valid `tokens`."""
     parts: Sequence[RowRound] = ()
-    """If the plan is a tree: what each row did that has tokens."""
+    """For a tree: the rounds of those rows that have tokens."""
 
 
 class Controller:
