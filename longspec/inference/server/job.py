@@ -83,8 +83,9 @@ class Job:
             self.cancel()
             status = next(status for kind, status in REFUSALS.items() if isinstance(error, kind))
             code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else None
-            param = str(error).partition(":")[0] if isinstance(error, UserError) and code is None else None
-            raise ApiError(status, str(error), param, code) from error
+            message = str(error).replace("max_new_tokens", self.body.limit_field)  # the engine's name for this field
+            param = message.partition(":")[0] if isinstance(error, UserError) and code is None else None
+            raise ApiError(status, message, param, code) from error
 
     def cancel(self) -> None:
         """Give back the rows of all choices that have not ended."""

@@ -158,6 +158,11 @@ class ChatRequest(Generation):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def limit_field(self) -> str:
+        """The field that `token_limit` is from."""
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
+    @property
     def alternatives(self) -> int | None:
         """None tells no log-probabilities."""
         return self.top_logprobs if self.logprobs or self.top_logprobs else None
@@ -187,6 +192,10 @@ class CompletionRequest(Generation):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def limit_field(self) -> str:
+        return "max_tokens"
 
     @property
     def alternatives(self) -> int | None:
