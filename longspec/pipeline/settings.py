@@ -205,7 +205,10 @@ class Settings:
 
 
 def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) -> Settings:
-    """The settings in a YAML file or `base` itself, after `key=value` overrides. Raises UserError with the key."""
+    """The settings in a YAML file or `base` itself, after `key=value` overrides. Raises UserError with the key.
+
+    The value of a section, such as `chat`, is merged with it; every other value, maps included, is replaced.
+    """
     if not isinstance(base, Settings) and not Path(base).is_file():
         raise UserError(f"--config: {base}: no such file; `longspec draft TARGET --dry_run` prints one")
     source = where = "settings" if isinstance(base, Settings) else str(base)
@@ -213,8 +216,11 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         part = OmegaConf.structured(base) if isinstance(base, Settings) else OmegaConf.load(base)
         merged = OmegaConf.merge(OmegaConf.structured(Settings), part)
         for where in overrides:
-            if "=" not in where:
+            key, sign, _ = where.partition("=")
+            if not sign:
                 raise ValueError("not an override; write key=value")
+            if OmegaConf.get_type(OmegaConf.select(merged, key)) is dict:  # not a section, whose keys are fixed
+                OmegaConf.update(merged, key, {}, merge=False)
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([where]))
         where = source
         settings: Any = OmegaConf.to_object(merged)

@@ -62,6 +62,11 @@ def test_counts_may_be_0_and_values_of_the_trainer_may_be_anything() -> None:
     load("training.stages.stage1.overrides={a: -1}", "probes={layers: {candidates: {a: {b: -1}}}}")
 
 
+def test_a_map_is_replaced_and_a_section_keeps_its_other_values() -> None:
+    settings = load("probes={a: {candidates: {}}}", "probes={}", "prompts.train={lcc: 3}", "chat={test: 3}")
+    assert not settings.probes and settings.prompts.train == {"lcc": 3} and settings.chat.train > 0
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_experiment_is_valid(file: Path) -> None:
     settings = load_settings(file)
