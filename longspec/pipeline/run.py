@@ -19,7 +19,7 @@ from longspec.models.families import family_class
 from longspec.pipeline.answers import CHAT, write_text
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate
-from longspec.pipeline.files import OtherSettings, settings_file
+from longspec.pipeline.files import OtherSettings, read_jsonl, settings_file
 from longspec.pipeline.probes import write_probes
 from longspec.pipeline.prompts import write_prompts
 from longspec.pipeline.published import write_draft
@@ -138,20 +138,28 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
     """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
     spent = expected = 0.0
-    names = list(steps)
+    names, done = list(steps), finished(root, planned)
     for number, (name, step) in enumerate(steps.items()):
         pace = spent / expected if expected else 1.0
-        left = sum(planned.seconds[later] for later in names[number:]) * pace
-        own = duration(planned.seconds[name] * pace)
+        left = sum(planned.seconds[later] for later in names[number:] if later not in done) * pace
+        own = f"done in {done[name]:,.0f} s" if name in done else duration(planned.seconds[name] * pace)
         print(f"step {number + 1} of {len(steps)}: {name}, {own}; {duration(left)} left in all", flush=True)
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began
-        if seconds > DONE_S:
+        if seconds > DONE_S and name not in done:
             spent, expected = spent + seconds, expected + planned.seconds[name]
             line = {"step": name, "seconds": round(seconds, 1), "estimate": round(planned.seconds[name], 1)}
             with (root / TIMES).open("a") as times:
                 times.write(json.dumps(line) + "\n")
+
+
+def finished(root: Path, planned: Estimate) -> dict[str, float]:
+    """Seconds of the steps that an earlier run has finished, by name. Its estimate of a step is another one if the
+    settings now ask for more, such as further samples."""
+    lines = read_jsonl(root / TIMES) if (root / TIMES).exists() else []
+    now = {name: round(seconds, 1) for name, seconds in planned.seconds.items()}
+    return {line["step"]: line["seconds"] for line in lines if line["estimate"] == now.get(line["step"])}
 
 
 def duration(seconds: float) -> str:
@@ -170,10 +178,13 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
         f"machine: {machine.name}; memory of the target: {target.bytes / GIB:.3g} GiB in bf16{shared}",
         f"output: {root}, about {planned.disk / GIB:.2g} GiB",
     ]
+    done = finished(root, planned)
     for name, seconds in planned.seconds.items():
         amount = f", {planned.tokens[name] / 1e6:,.3g}M tokens" if name in planned.tokens else ""
-        lines.append(f"  {name}: {duration(seconds)}{amount}")
-    return [*lines, f"in all: {duration(planned.total)} (estimated)"]
+        needed = f"done in {done[name]:,.0f} s" if name in done else duration(seconds)
+        lines.append(f"  {name}: {needed}{amount}")
+    left = sum(seconds for name, seconds in planned.seconds.items() if name not in done)
+    return [*lines, f"{'left' if done else 'in all'}: {duration(left)} (estimated)"]
 
 
 def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate, root: Path) -> str | None:

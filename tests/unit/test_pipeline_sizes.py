@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, run
-from longspec.pipeline.estimates import FILE_TOKENS, Machine, Target, estimate
+from longspec.pipeline.estimates import FILE_TOKENS, Estimate, Machine, Target, estimate
 from longspec.pipeline.files import claim
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
@@ -210,3 +210,22 @@ def test_refused_settings_do_not_replace_those_of_the_folder(
     for overrides, message in (["seed=1"], "stopped here"), (["seed=2"], "seed: 1 there, 2 here"), ([], "stopped here"):
         assert message in refusal(command.main, [*line, *overrides])
     assert claimed == [1, 2, 1]
+
+
+def test_finished_steps_are_shown_as_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the settings now ask for more."""
+    monkeypatch.setattr(run, "DONE_S", 0)
+    asked = Estimate({"chat": 60.0, "evaluation": 30.0}, {}, 0)
+    steps = {"chat": lambda: None, "evaluation": lambda: pytest.fail("stopped here")}
+    with pytest.raises(BaseException, match="stopped here"):
+        run.run_steps(steps, tmp_path, asked)
+    more = replace(asked, seconds=asked.seconds | {"chat": 80.0})
+    settings = chosen_settings(QWEN, H100, 0.5, 32768)
+    for planned, line in ((asked, "done in 0 s; about 30 s left"), (more, "about 80 s; about 2 min left")):
+        assert f"  chat: {line.partition(';')[0]}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path)
+        with pytest.raises(BaseException, match="stopped here"):
+            run.run_steps(steps, tmp_path, planned)
+        assert f"step 1 of 2: chat, {line} in all" in capsys.readouterr().out
+    assert len((tmp_path / "seconds.jsonl").read_text().splitlines()) == 2
