@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
-from longspec.pipeline.files import prompts_file, read_jsonl
+from longspec.pipeline.files import OtherSettings, prompts_file, read_jsonl
 from longspec.pipeline.settings import EvaluationSettings, MethodSettings
 
 CELL_KEY = ("task", "context", "method", "temperature")
@@ -69,14 +69,14 @@ class SampleFile:
         self.samples = {sample_key(line): line for line in read_samples(folder)}
 
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
-        """The prompts of a cell without a sample. Raises UserError if a sample has another prompt with the same id."""
+        """The prompts of a cell without a sample. Raises OtherSettings for a sample of another prompt with its id."""
         missing = []
         for prompt in cell.prompts:
             measured = self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))
             if measured is None:
                 missing.append(prompt)
             elif measured["prompt"] != prompt_digest(prompt):
-                raise UserError(f"{self.path.parent}: contains samples of other prompts; remove this folder")
+                raise OtherSettings(f"{self.path.parent}: contains samples of other prompts; remove this folder")
         return missing
 
     def answer(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:

@@ -13,10 +13,11 @@ from transformers.utils import logging
 from longspec import generate, load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
-from longspec.inference.device import device_name, versions
+from longspec.inference.device import choose_device, device_name, versions
 from longspec.inference.options import WITHOUT_FILE
 from longspec.jobs.job import Count, ResumableJob
 from longspec.models.content import state_digest
+from longspec.models.draft_files import load_draft
 from longspec.pipeline.cells import Cell, SampleFile, cells, prompt_digest
 from longspec.pipeline.files import claim
 from longspec.pipeline.forced import forced_acceptance
@@ -40,26 +41,31 @@ def evaluation_folder(root: Path) -> Path:
     return root / "evaluation"
 
 
+def _draft(settings: Settings, root: Path) -> str:
+    return settings.evaluation.draft or str(final_draft(settings, root))
+
+
 def evaluate(settings: Settings, root: Path) -> None:
-    """Measure the missing samples. Raises UserError if the draft does not exist or a process fails."""
+    """Measure the missing samples. Raises UserError if the draft does not exist or a process fails, OtherSettings for a
+    folder with samples of another draft, target, device or version."""
     if settings.evaluation.draft is None and not final_draft(settings, root).exists():
         raise UserError(f"{final_draft(settings, root)}: no such draft; train it first, or set evaluation.draft")
-    samples = SampleFile(evaluation_folder(root))
+    folder = evaluation_folder(root)
+    samples = SampleFile(folder)
     if any(samples.missing(cell) for cell in cells(settings.evaluation, root)):
+        facts: dict[str, Any] = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
+        facts |= {"device": device_name(choose_device(None)), "versions": versions()}
+        # Not in the processes of the step: of their errors, this one learns only an exit code.
+        claim(folder / FACTS, facts)
         ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
         share_work(measure, settings, root, ranks)
 
 
 def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
-    """Measure this process's samples. Raises UserError for samples of another draft, target, device or version."""
+    """Measure this process's samples. Raises UserError."""
     logging.disable_progress_bar()
     folder = evaluation_folder(root)
-    draft = settings.evaluation.draft or str(final_draft(settings, root))
-    decoder = Decoder(settings.target, draft, replicas.device(None))
-    facts: dict[str, Any] = {"draft": state_digest(decoder.model.draft_model.state_dict()), "target": settings.target}
-    facts |= {"device": device_name(decoder.model.device), "versions": versions()}
-    replicas.from_rank_zero(lambda: claim(folder / FACTS, facts))
-
+    decoder = Decoder(settings.target, _draft(settings, root), replicas.device(None))
     samples = SampleFile(folder, replicas.rank)
     # All methods of a task and context run on the same device, because they are compared.
     grid = cells(settings.evaluation, root)
