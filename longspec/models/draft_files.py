@@ -16,7 +16,7 @@ from longspec.models.architectures import draft_class, published_draft
 from longspec.models.draft import ARCHITECTURE_KEY, OPTIONS_KEY, Draft, Options
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, PUBLISHED, GlideDecoderLayer
 from longspec.models.draft_vocabulary import MAPS, maps_problem
-from longspec.models.target_files import fetched, without_memory
+from longspec.models.target_files import fetched, is_path, without_memory
 from longspec.models.target_sample import TargetSample, read_sample
 from longspec.models.weight_files import FLOATING, dequantized, read_metadata, read_weights
 from longspec.untrusted import read_json
@@ -50,7 +50,7 @@ def resolve_draft(path: str | Path) -> Path:
     of a saved pair it is the subfolder with the draft. Raises UserError."""
     local = Path(path)
     if not os.path.exists(local):
-        if local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
+        if is_path(path) or local.suffix in {".pth", ".bin", ".pt", ".safetensors"}:
             raise UserError(f"{path}: no such draft; give a .pth file, a folder or a hub id")
         local = fetched(path, "no such draft on disk or on the hub; give a .pth file, a folder or a hub id")
     return local / DRAFT_FOLDER if (local / DRAFT_FOLDER / "config.json").exists() else local

@@ -79,11 +79,17 @@ def check_no_adapter(path: str | Path) -> None:
 
 
 def check_target_path(path: str | Path) -> None:
-    """Raise UserError for a file, and for a folder with files that are not regular."""
+    """Raise UserError for a file, for a folder with files that are not regular, and for a path that does not exist."""
     if os.path.isdir(path):
         check_files(Path(path))
-    elif os.path.exists(path):
-        raise UserError(f"{path}: no model checkpoint (a file); give a target's folder or hub id")
+    elif os.path.exists(path) or is_path(path):
+        problem = "a file" if os.path.exists(path) else "no such folder"
+        raise UserError(f"{path}: no model checkpoint ({problem}); give a target's folder or hub id")
+
+
+def is_path(name: str | Path) -> bool:
+    """Whether a name is written as only a path can be: no hub id has two slashes, or starts with one of these."""
+    return str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
 
 
 def check_files(folder: Path) -> None:

@@ -142,24 +142,26 @@ def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
     for number, (name, step) in enumerate(steps.items()):
         pace = spent / expected if expected else 1.0
         left = sum(planned.seconds[later] for later in names[number:] if later not in done) * pace
-        own = f"done in {done[name]:,.0f} s" if name in done else duration(planned.seconds[name] * pace)
+        own = done.get(name, duration(planned.seconds[name] * pace))
         print(f"step {number + 1} of {len(steps)}: {name}, {own}; {duration(left)} left in all", flush=True)
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began
-        if seconds > DONE_S and name not in done:
-            spent, expected = spent + seconds, expected + planned.seconds[name]
+        if name not in done:
+            if seconds > DONE_S:
+                spent, expected = spent + seconds, expected + planned.seconds[name]
             line = {"step": name, "seconds": round(seconds, 1), "estimate": round(planned.seconds[name], 1)}
             with (root / TIMES).open("a") as times:
                 times.write(json.dumps(line) + "\n")
 
 
-def finished(root: Path, planned: Estimate) -> dict[str, float]:
-    """Seconds of the steps that an earlier run has finished, by name. Its estimate of a step is another one if the
+def finished(root: Path, planned: Estimate) -> dict[str, str]:
+    """What to say of each step that an earlier run has finished, by name. Its estimate of a step is another one if the
     settings now ask for more, such as further samples."""
     lines = read_jsonl(root / TIMES) if (root / TIMES).exists() else []
     now = {name: round(seconds, 1) for name, seconds in planned.seconds.items()}
-    return {line["step"]: line["seconds"] for line in lines if line["estimate"] == now.get(line["step"])}
+    times = {line["step"]: line["seconds"] for line in lines if line["estimate"] == now.get(line["step"])}
+    return {name: f"done in {took:,.0f} s" if took > DONE_S else "done" for name, took in times.items()}
 
 
 def duration(seconds: float) -> str:
@@ -181,8 +183,7 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
     done = finished(root, planned)
     for name, seconds in planned.seconds.items():
         amount = f", {planned.tokens[name] / 1e6:,.3g}M tokens" if name in planned.tokens else ""
-        needed = f"done in {done[name]:,.0f} s" if name in done else duration(seconds)
-        lines.append(f"  {name}: {needed}{amount}")
+        lines.append(f"  {name}: {done.get(name, duration(seconds))}{amount}")
     left = sum(seconds for name, seconds in planned.seconds.items() if name not in done)
     return [*lines, f"{'left' if done else 'in all'}: {duration(left)} (estimated)"]
 

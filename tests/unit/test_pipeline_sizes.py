@@ -216,7 +216,7 @@ def test_finished_steps_are_shown_as_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the settings now ask for more."""
-    monkeypatch.setattr(run, "DONE_S", 0)
+    monkeypatch.setattr(run, "DONE_S", -1)
     asked = Estimate({"chat": 60.0, "evaluation": 30.0}, {}, 0)
     steps = {"chat": lambda: None, "evaluation": lambda: pytest.fail("stopped here")}
     with pytest.raises(BaseException, match="stopped here"):
