@@ -58,10 +58,10 @@ def draft(options: argparse.Namespace, command: str) -> None:
     settings = _settings(options, root, target, machine)
     if settings.chat.train or settings.chat.test:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
-    check_trainer(settings, target.config, text.path)
+    fault = _trainer_fault(settings, target, text.path, options.dry_run)
     steps, planned = steps_of(settings, root), estimate(settings, target, machine)
     plan = plan_lines(settings, target, machine, planned, root)
-    refusal = _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
+    refusal = fault or _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
     if options.dry_run:
         print("".join(f"# {line}\n" for line in plan) + settings_yaml(settings), end="")
         if refusal:
@@ -186,6 +186,19 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
         lines.append(f"  {name}: {done.get(name, duration(seconds))}{amount}")
     left = sum(seconds for name, seconds in planned.seconds.items() if name not in done)
     return [*lines, f"{'left' if done else 'in all'}: {duration(left)} (estimated)"]
+
+
+def _trainer_fault(settings: Settings, target: Target, path: str, dry_run: bool) -> str | None:
+    """Check the trainer's configurations (see `check_trainer`). A dry run on a CPU also takes those that need a GPU, and
+    gets the reason for which a run would be refused."""
+    try:
+        check_trainer(settings, target.config, path)
+    except UserError as error:
+        if not dry_run:
+            raise
+        check_trainer(settings, target.config, path, {"model.torch_dtype": "bfloat16"})  # which `auto` is on a GPU
+        return str(error)
+    return None
 
 
 def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate, root: Path) -> str | None:

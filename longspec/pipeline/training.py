@@ -1,6 +1,7 @@
 """The training stages, each by the trainer's own command line and from the draft of the stage before."""
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -70,16 +71,19 @@ def train(name: str, settings: Settings, root: Path) -> None:
         times.write(f"{seconds:.1f}\n")
 
 
-def check_trainer(settings: Settings, config: PreTrainedConfig, path: str) -> None:
+def check_trainer(
+    settings: Settings, config: PreTrainedConfig, path: str, given: Mapping[str, Any] | None = None
+) -> None:
     """Check the trainer's configuration of every stage and candidate, for a target with `config` at `path`.
 
-    Raises UserError with the key in the settings.
+    given: values that replace those of the trainer's config, but not those of the settings. Raises UserError with the
+    key in the settings.
     """
     for number, (name, stage) in enumerate(settings.training.stages.items()):
         # The text does not exist yet, and any files stand for it.
         values: dict[str, Any] = {"data.files": [str(ROOT / TRAINER)], "evaluation.files": [__file__]}
         values |= {"model_name_or_path": path, "draft_model_name_or_path": "draft" if number else None}
-        values |= {"data.max_length": stage.max_length, "resume": "latest", **stage.overrides}
+        values |= {"data.max_length": stage.max_length, "resume": "latest", **(given or {}), **stage.overrides}
         changes: dict[str, dict[str, Any]] = {f"training.stages.{name}.overrides": {}}
         if number == 0:
             values |= _architecture(settings.training)

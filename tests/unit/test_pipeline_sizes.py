@@ -182,6 +182,7 @@ def test_a_folder_that_does_not_suit_is_refused(
         ("benchmarks=/nope", "config key benchmarks: /nope: no such folder"),
         ("training.stages.stage1.overrides.foo=1", "config key training.stages.stage1.overrides.foo: no such key"),
         ("training.stages.stage2.overrides.model.window=1", "stages.stage2.overrides.model.window: 1; it must"),
+        ("training.stages.stage1.overrides.optimizer=muon", "stages.stage1.overrides.optimizer: muon needs"),
         ("probes.layers.shared.foo=1", "config key probes.layers.shared.foo: no such key"),
         ("probes.layers.candidates.x={model.kv_layers: [99]}", "candidates.x.model.kv_layers: the draft's"),
     ],
@@ -193,6 +194,10 @@ def test_a_mistake_is_found_before_any_work(override: str, message: str, tmp_pat
     command.main([*line, "--dry_run"])
     assert message in refusal(command.main, [*line, "--yes", override])
     assert not (tmp_path / "out").exists()
+    if "muon" in override:  # as a GPU takes it
+        command.main([*line, "--dry_run", override])
+    else:
+        assert message in refusal(command.main, [*line, "--dry_run", override])
 
 
 def test_refused_settings_do_not_replace_those_of_the_folder(
