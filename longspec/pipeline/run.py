@@ -189,8 +189,8 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
 
 
 def _trainer_fault(settings: Settings, target: Target, path: str, dry_run: bool) -> str | None:
-    """Check the trainer's configurations (see `check_trainer`). A dry run on a CPU also takes those that need a GPU, and
-    gets the reason for which a run would be refused."""
+    """Check the trainer's configurations (see `check_trainer`). A dry run on a CPU also takes those that need a GPU;
+    returns the reason for which a run would be refused then."""
     try:
         check_trainer(settings, target.config, path)
     except UserError as error:
