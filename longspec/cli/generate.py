@@ -58,7 +58,8 @@ def generate(
     """Answer prompts, and write one JSON line per prompt in the same order; a terminal shows the texts.
 
     Under torchrun, ranks share the prompts.
-    Above temperature 0, the default method is tree, so that a seed repeats the answers on any number of ranks.
+    Above temperature 0, the default method is tree (vanilla on a CPU), so that a seed repeats the answers on any number
+    of ranks.
     """
     from longspec.cli.answers import PromptRun, answer_prompts
     from longspec.cli.output import check_folder

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from http_server import TEMPLATE
 from pairs import make_pair
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
@@ -45,6 +46,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts: Path, tmp_path: Path) -> None:
     """With sampling and batches by length; nothing that is written already is generated again."""
     given = ["generate", prompts, "--model", target, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 6]
+    given += ["--method", "lookup"]
     invoke(*given, "--output", tmp_path / "whole.jsonl", "--json", tmp_path / "summary.json")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     answers, asked = lines(tmp_path / "whole.jsonl"), lines(prompts)
@@ -180,6 +182,7 @@ def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(t
     assert [line["index"] for line in lines(out)] == [0, 3, 4]
     counts = json.loads(summary.read_text())
     assert (counts["prompts"], counts["answered"], counts["left_out"]) == (5, 3, 2)
+    assert counts["method"] == ("lookup" if torch.cuda.is_available() else "vanilla"), "the default above T = 0"
     asked.write_text("bad\n")
     with pytest.raises(UserError, match=r"1 of 1 prompts left out; .*; no prompt is left"):
         raise invoke(*given, code=1).exception

@@ -164,7 +164,7 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join("a" * (7 * number % 23 + 1) for number in range(13)))
     options = ["--model", str(pair), "--temperature", "1", "--batch_size", "2", "--max_new_tokens", "6"]
-    given = ["generate", str(prompts), *options, "--device", "cpu", "--output"]
+    given = ["generate", str(prompts), *options, "--method", "lookup", "--device", "cpu", "--output"]
     assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
     out = tmp_path / "out.jsonl"
     launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")])
