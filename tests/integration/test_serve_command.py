@@ -67,7 +67,7 @@ def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen
 
 @pytest.mark.parametrize(
     ("process", "signals", "cause"),
-    [(["--drain_seconds", "0"], 1, "timeout graceful shutdown exceeded"), ([], 2, "a second signal")],
+    [(["--drain_seconds", "0"], 1, "cancelled at the end of --drain_seconds"), ([], 2, "a second signal")],
     indirect=["process"],
 )
 def test_an_open_request_gets_an_error_at_the_end_and_the_log_one_line(

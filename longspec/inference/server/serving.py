@@ -56,6 +56,15 @@ def url_of(bound: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def _note_end_of_drain(record: logging.LogRecord) -> bool:
+    """Filter of uvicorn's log. Its error at the end of the drain becomes a warning that names the option."""
+    if not str(record.msg).startswith("Cancel %s running task"):
+        return True
+    if isinstance(record.args, tuple) and record.args[0]:  # without a drain, it also comes for no request
+        logger.warning("%d open requests are cancelled at the end of --drain_seconds", record.args[0])
+    return False
+
+
 class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -76,4 +85,6 @@ def http_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
 
     chosen: dict[str, Any] = {"lifespan": "off", "ws": "none", "http": "h11", "log_level": "warning"}
     chosen |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
-    return _Server(uvicorn.Config(answer, timeout_graceful_shutdown=drain_seconds, **chosen))
+    config = uvicorn.Config(answer, timeout_graceful_shutdown=drain_seconds, **chosen)
+    logging.getLogger("uvicorn.error").addFilter(_note_end_of_drain)
+    return _Server(config)
