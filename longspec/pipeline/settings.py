@@ -216,11 +216,11 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         part = OmegaConf.structured(base) if isinstance(base, Settings) else OmegaConf.load(base)
         merged = OmegaConf.merge(OmegaConf.structured(Settings), part)
         for where in overrides:
-            key, sign, _ = where.partition("=")
+            name, sign, _ = where.partition("=")
             if not sign:
                 raise ValueError("not an override; write key=value")
-            if OmegaConf.get_type(OmegaConf.select(merged, key)) is dict:  # not a section, whose keys are fixed
-                OmegaConf.update(merged, key, {}, merge=False)
+            if OmegaConf.get_type(OmegaConf.select(merged, name)) is dict:  # not a section, whose keys are fixed
+                OmegaConf.update(merged, name, {}, merge=False)
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([where]))
         where = source
         settings: Any = OmegaConf.to_object(merged)

@@ -5,28 +5,18 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pipeline_fixtures import make_chat_target
-from safetensors.torch import save_file
 
 from experiments.arms import read_experiment
 from experiments.comparison import read_comparison
 from longspec.errors import UserError
-from longspec.pipeline import evaluation, training
-from longspec.pipeline.files import (
-    OtherSettings,
-    answers_file,
-    prompts_file,
-    read_jsonl,
-    settings_file,
-    training_files,
-)
+from longspec.pipeline import training
+from longspec.pipeline.files import answers_file, read_jsonl, settings_file, training_files
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch, launch_line, running
 from longspec.pipeline.settings import Settings, load_settings
@@ -170,21 +160,6 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config is not None
     assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
     assert config.data.files == [str(data)] and config.variant.name == "base"
-
-
-def test_an_evaluation_of_another_draft_is_refused_before_its_processes_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, started = load("evaluation.methods=[{name: vanilla, prompts: 1}]"), []
-    monkeypatch.setattr(evaluation, "share_work", lambda *_: started.append(settings.evaluation.draft))
-    record = json.dumps({"id": 0, "length": settings.evaluation.tasks["lcc"].contexts[0]})
-    write_atomically(prompts_file(tmp_path, "test", "lcc"), f"{record}\n", make_folder=True)
-    drafts = [str(tmp_path / f"{number}.safetensors") for number in range(2)]
-    for number, settings.evaluation.draft in enumerate(drafts):
-        save_file({"weight": torch.full((1,), number)}, settings.evaluation.draft)
-        with pytest.raises(OtherSettings, match="draft: other content") if number else nullcontext():
-            evaluation.evaluate(settings, tmp_path)
-    assert started == drafts[:1]
 
 
 def test_another_architecture_goes_without_probes() -> None:

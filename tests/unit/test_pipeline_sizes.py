@@ -15,12 +15,13 @@ from transformers import Qwen2Config
 
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
-from longspec.pipeline import command, run
+from longspec.pipeline import command, evaluation, run
 from longspec.pipeline.estimates import FILE_TOKENS, Estimate, Machine, Target, estimate
-from longspec.pipeline.files import claim
+from longspec.pipeline.files import prompts_file
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
+from longspec.replacing import write_atomically
 from longspec.train.config import compose_config
 
 Refusal = Callable[..., str]
@@ -203,34 +204,28 @@ def test_a_mistake_is_found_before_any_work(override: str, message: str, tmp_pat
 def test_refused_settings_do_not_replace_those_of_the_folder(
     tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = [str(make_chat_target(tmp_path / "target")), "--output_dir", str(tmp_path / "out"), "--yes"]
-    claimed: list[int] = []
+    root, measured = tmp_path / "out", []
+    line = [str(make_chat_target(tmp_path / "target")), "--output_dir", str(root), "--yes"]
+    write_atomically(prompts_file(root, "test", "everyday"), '{"id": 0, "length": 0}\n', make_folder=True)
 
-    def step(settings: Any, root: Path) -> None:
-        claimed.append(load_settings(root / "settings.yaml").seed)  # as a child process reads them
-        claim(root / "facts.json", {"seed": settings.seed})
+    def measure(*_: object) -> None:
+        measured.append(load_settings(root / "settings.yaml").evaluation.draft)  # as a child process reads them
         raise UserError("stopped here")
 
-    monkeypatch.setattr(run, "steps_of", lambda settings, root: {"chat": partial(step, settings, root)})
-    for overrides, message in (["seed=1"], "stopped here"), (["seed=2"], "seed: 1 there, 2 here"), ([], "stopped here"):
-        assert message in refusal(command.main, [*line, *overrides])
-    assert claimed == [1, 2, 1]
+    monkeypatch.setattr(run, "steps_of", lambda *given: {"evaluation": partial(evaluation.evaluate, *given)})
+    for name, value in (("share_work", measure), ("load_draft", str), ("state_digest", str)):
+        monkeypatch.setattr(evaluation, name, value)
+    for draft, message in ("a", "stopped here"), ("b", "draft: other content"), (None, "stopped here"):
+        assert message in refusal(command.main, [*line, f"evaluation.draft={draft}"] if draft else line)
+    assert measured == ["a", "a"]
 
 
-def test_finished_steps_are_shown_as_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_steps_are_shown_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Unless the settings now ask for more."""
-    monkeypatch.setattr(run, "DONE_S", -1)
-    asked = Estimate({"chat": 60.0, "evaluation": 30.0}, {}, 0)
-    steps = {"chat": lambda: None, "evaluation": lambda: pytest.fail("stopped here")}
-    with pytest.raises(BaseException, match="stopped here"):
-        run.run_steps(steps, tmp_path, asked)
-    more = replace(asked, seconds=asked.seconds | {"chat": 80.0})
-    settings = chosen_settings(QWEN, H100, 0.5, 32768)
-    for planned, line in ((asked, "done in 0 s; about 30 s left"), (more, "about 80 s; about 2 min left")):
-        assert f"  chat: {line.partition(';')[0]}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path)
-        with pytest.raises(BaseException, match="stopped here"):
-            run.run_steps(steps, tmp_path, planned)
-        assert f"step 1 of 2: chat, {line} in all" in capsys.readouterr().out
-    assert len((tmp_path / "seconds.jsonl").read_text().splitlines()) == 2
+    (tmp_path / "seconds.jsonl").write_text('{"step": "chat", "seconds": 9.6, "estimate": 60.0}\n')
+    settings, steps = chosen_settings(QWEN, H100, 0.5, 32768), dict.fromkeys(("chat", "evaluation"), lambda: None)
+    for seconds, chat, left in (60.0, "done in 10 s", 30), (80.0, "about 80 s", 80), (80.0, "done", 1):
+        planned = Estimate({"chat": seconds, "evaluation": 30.0}, {}, 0)
+        assert f"  chat: {chat}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path)
+        run.run_steps(steps, tmp_path, planned)
+        assert f"step 1 of 2: chat, {chat}; about {left} s left in all" in capsys.readouterr().out
