@@ -88,12 +88,15 @@ def test_probes_try_every_second_layer_of_the_upper_half() -> None:
     assert 4 < len(wide.candidates) < len(probe.candidates), "the drafts of a wide target fill the memory"
 
 
-def test_stage_1_reads_about_as_many_tokens_of_source_files_as_the_target_writes() -> None:
+def test_stage_1_reads_about_as_many_tokens_of_source_files_as_of_the_targets_own_text() -> None:
     for hours in (0.3, 1):
         settings = chosen_settings(QWEN, H100, hours, 32768)
         tokens = estimate(settings, QWEN, H100).tokens
-        assert 0.5 < settings.code.train_files * FILE_TOKENS / (tokens["chat"] + tokens["answers"]) < 1.5
-    assert "source" in settings.training.stages["stage1"].answers
+        own = 2 * (tokens["chat"] + tokens["answers"])  # an epoch reads it twice
+        assert 0.5 < settings.code.train_files * FILE_TOKENS / own < 1.5
+        stage = settings.training.stages["stage1"]
+        assert "source" in stage.answers
+        assert stage.replay["chat"] == settings.chat.train, "all of it, once more"
     assert chosen_settings(QWEN, H100, 0.1, 16384, draft="me/draft").code.train_files == 0
 
 
