@@ -204,7 +204,7 @@ def test_bad_options_are_refused(refused: Refused, options: list[str], complaint
 def test_a_draft_that_cannot_serve_is_refused(
     refused: Refused, setting: Setting, tmp_path: Path, refusal: Refused
 ) -> None:
-    """It is not given, its window is too small, it is fresh, or it has other shapes."""
+    """It is not given, its window is too small, or it is fresh."""
     target, data = setting
     state, config = torch.load(draft_of(target)), tiny_config("llama", vocab_size=VOCAB_SIZE)
     narrow, fresh = tmp_path / "narrow", tmp_path / "fresh"
@@ -216,8 +216,6 @@ def test_a_draft_that_cannot_serve_is_refused(
     assert f"{fresh} was saved with a fresh, untrained draft" in refused(draft=fresh)
     given = arguments(target, data, tmp_path / "out", "--method", "lookup", draft=fresh)
     assert make_plan(parse_options(given)).draft == str(fresh)
-    grouped = make_target(tmp_path / "grouped", num_key_value_heads=1)
-    assert "self_attn.k_proj.weight is [8, 32], the target needs [16, 32]" in refused(draft=draft_of(grouped))
 
 
 def test_a_row_that_does_not_fit_into_memory_is_refused(
@@ -253,7 +251,6 @@ def test_a_tokenizer_that_is_not_the_targets_is_refused(refused: Refused, tmp_pa
 def test_a_folder_that_is_no_checkpoint_is_refused(refused: Refused, setting: Setting, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no model checkpoint" in refused(target=tmp_path / "nowhere")
     config = json.loads((setting[0] / "config.json").read_text())
     (empty / "config.json").write_text(json.dumps(config))
     assert "no model checkpoint (no model.safetensors" in refused(target=empty)

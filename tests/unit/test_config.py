@@ -243,8 +243,6 @@ def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: P
     for name, draft in (("target", None), ("pair", str(tmp_path / "pair" / "draft"))):
         located = locate(replace(config, model_name_or_path=str(tmp_path / name)))
         assert located.draft_model_name_or_path == draft
-    with pytest.raises(UserError, match="no/folder/there: no model checkpoint"):
-        locate(replace(config, model_name_or_path="no/folder/there"))
     given = replace(config, model_name_or_path=str(tmp_path / "pair"), draft_model_name_or_path="given.pth")
     assert locate(given).draft_model_name_or_path == "given.pth"
 

@@ -50,24 +50,14 @@ def test_a_request_that_takes_too_long_gives_its_row_back(script: Script) -> Non
     assert script.cancelled == script.submitted and len(script.submitted) == 2
 
 
-def test_a_client_that_does_not_read_gives_its_row_back(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longspec.inference.server.app, "LAST_EVENTS_S", 0.05)
-    script.events = [said("a")]
-
-    async def send(message: Any) -> None:
-        await asyncio.Event().wait()
-
-    limits = Limits(max_seconds=0.05)
-    asyncio.run(talk(application(script, limits), {**HELLO, "stream": True}, asyncio.Event().wait, send))
-    assert script.cancelled == script.submitted != []
-
-
-def test_the_end_of_the_server_does_not_wait_for_a_client_that_does_not_read(
-    script: Script, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("server_ends", [False, True])
+def test_a_client_that_does_not_read_gives_its_row_back(
+    script: Script, monkeypatch: pytest.MonkeyPatch, server_ends: bool
 ) -> None:
+    """At its deadline, and at the end of the server, which does not wait for it."""
     monkeypatch.setattr(longspec.inference.server.app, "LAST_EVENTS_S", 0.05)
-    script.events = [said("a")]
-    is_blocked = asyncio.Event()
+    script.events, is_blocked = [said("a")], asyncio.Event()
+    limits = LIMITS if server_ends else Limits(max_seconds=0.05)
 
     async def send(message: Any) -> None:
         is_blocked.set()
@@ -75,9 +65,10 @@ def test_the_end_of_the_server_does_not_wait_for_a_client_that_does_not_read(
 
     async def ended() -> None:
         body = {**HELLO, "stream": True}
-        task = asyncio.create_task(talk(application(script), body, asyncio.Event().wait, send))
+        task = asyncio.create_task(talk(application(script, limits), body, asyncio.Event().wait, send))
         await is_blocked.wait()
-        task.cancel()
+        if server_ends:
+            task.cancel()
         assert (await asyncio.wait({task}, timeout=10))[0]
 
     asyncio.run(ended())

@@ -148,7 +148,6 @@ def test_a_run_that_goes_on_after_its_last_step_is_refused(load: Any, monkeypatc
         ("data.aligners=[{_target_: longspec.data.aligners.add_id_aligner, fields: x}]", r"data.aligners\[0\]"),
         ("tp_size=3", ".*num_key_value_heads 2 cannot be split for 3 ranks; tp_size must divide it"),
         ("eos_token_id=265", "eos_token_id"),
-        ("model.kv_layers=[0,2]", "model.kv_layers: the draft's kv_layers contain layer 2"),
     ],
 )
 def test_what_only_the_target_or_an_import_can_tell_is_named_by_key(load: Any, override: str, key: str) -> None:
