@@ -180,3 +180,10 @@ def loops(tokens: Sequence[int]) -> bool:
         if len(set(grams)) < LOOP_SHARE * len(grams):  # a loop repeats the same few n-grams
             return True
     return False
+
+
+def before_loop(tokens: Sequence[int]) -> Sequence[int]:
+    """A text up to the first repetition of the loop at its end; all of it if it does not end in a loop."""
+    grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
+    first = {gram: start for start, gram in reversed(list(enumerate(grams)))}
+    return tokens[: max(first.values(), default=0) + LOOP_NGRAM]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,8 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
     )
     seconds["prompts"] = START_S + text / COMPOSED
 
+    # Runs that follow one another share their processes if they have equally many.
+    starts = START_S * len(list(groupby(run.processes for run in settings.answers.values())))
     for run in settings.answers.values():
         counts = {group: sum(counts.get(group, 0) for counts in asked) for group in run.prompts}
         new = sum(counts.values()) * FILLED * run.max_new_tokens
@@ -196,7 +199,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
             least = read / (MOST_PREFILL * machine.speed) if machine.gpus else 0.0
             work += max(pass_seconds(target, machine, read, mean) / PREFILL, least)
         tokens["answers"] = tokens.get("answers", 0) + new
-        seconds["answers"] = seconds.get("answers", START_S) + work / devices
+        seconds["answers"] = seconds.get("answers", starts) + work / devices
     for probe in settings.probes.values():
         first = next(iter(settings.training.stages.values()))
         rows = int(probe.shared.get("per_device_train_batch_size", first.tokens_per_step // first.max_length))

@@ -8,7 +8,7 @@ from typing import Any
 
 from longspec.command_line import drafting_of
 from longspec.data.aligners import Turn
-from longspec.data.prompts import PromptFiles, SourcePrompt, answered, loops, user_turn_marks
+from longspec.data.prompts import PromptFiles, SourcePrompt, answered, before_loop, loops, user_turn_marks
 from longspec.data.records import Record
 from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
@@ -154,6 +154,7 @@ class Writer:
         """The records of the answers that are kept."""
         records = []
         for prompt, request, answer in zip(shard.prompts, shard.requests, shard.answers, strict=True):
+            answer = before_loop(answer) if loops(answer) else answer
             if reason := self._defect(answer, self.stop_ids):
                 shard.dropped[f"answers: {reason}"] += 1
                 continue

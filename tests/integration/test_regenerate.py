@@ -17,7 +17,7 @@ from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
 from transformers import AutoTokenizer
 
-from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
+from longspec.data.prompts import PromptFiles, before_loop, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
 from longspec.inference.pairs import PAIRS, Pair
 from longspec.regenerate.command import main
@@ -126,6 +126,8 @@ def test_loops_are_told_from_text_even_at_its_end() -> None:
     assert not loops(text) and not loops([]) and not loops([1, 2])
     assert loops([1, 2, 3] * 20)
     assert loops(text + [7, 8, 9] * 40)
+    assert before_loop(text + [7, 8, 9] * 40) == text + [7, 8, 9, 7, 8, 9], "as long as four tokens in a row are new"
+    assert before_loop(text) == text and before_loop([1, 2]) == [1, 2]
 
 
 def test_user_turns_open_as_the_chat_template_says() -> None:
