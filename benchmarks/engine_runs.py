@@ -6,17 +6,19 @@ used, because their environments exclude each other.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, islice, product
 from time import perf_counter
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""(prompts, number of tokens) -> greedy answers of exactly that length, all prompts at once"""
+Generate = Callable[[list[list[int]], int, int], list[list[int]]]
+"""(prompts, number of tokens, number of requests) -> greedy answers of exactly that length. So many requests are open
+until the prompts run out: each that ends is followed by the next."""
 RECOMMENDED: dict[str, dict[str, Any]] = {
     "vllm": {"performance_mode": "interactivity"},
     "sglang": {"enable_torch_compile": True},
@@ -24,6 +26,8 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 """Options that an engine's documentation recommends for latency."""
 SINGLE_PROMPTS = 8
 """Number of prompts of a context that are decoded one at a time."""
+TURNS = 4
+"""Number of prompts per concurrent request. In a single batch, the last rows would run almost alone."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 """The example of vLLM's documentation."""
 
@@ -51,8 +55,8 @@ def ours(run: Run) -> Generate:
 
     pair = open_pair(PairOptions(run.target, run.draft, dtype=run.dtype), run.method)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=len(prompts))
+    def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
+        output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=requests)
         return [answer.tolist() for answer in output.new_tokens]
 
     return generate
@@ -66,10 +70,16 @@ def vllm(run: Run) -> Generate:
         options["speculative_config"] = NGRAM
     model = LLM(model=run.target, dtype=run.dtype, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [list(answer.outputs[0].token_ids) for answer in model.generate(inputs, sampling, use_tqdm=False)]
+        waiting, answers = list(enumerate(prompts)), {}
+        while len(answers) < len(prompts):
+            while waiting and model.llm_engine.get_num_unfinished_requests() < requests:
+                number, prompt = waiting.pop(0)
+                model.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+            ended = [output for output in model.llm_engine.step() if output.finished]
+            answers |= {int(output.request_id): list(output.outputs[0].token_ids) for output in ended}
+        return [answers[number] for number in range(len(prompts))]
 
     return generate
 
@@ -84,10 +94,18 @@ def sglang(run: Run) -> Generate:
         options["speculative_draft_model_path"] = run.draft
     model = Engine(model_path=run.target, dtype=run.dtype, **options)
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-        answers = model.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
-        return [list(answer["output_ids"])[-tokens:] for answer in answers]
+    def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
+        sampling, room = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}, asyncio.Semaphore(requests)
+
+        async def answer(prompt: list[int]) -> list[int]:
+            async with room:
+                output = await model.async_generate(input_ids=prompt, sampling_params=sampling)
+            return list(output["output_ids"])[-tokens:]
+
+        async def all_answers() -> list[list[int]]:
+            return await asyncio.gather(*map(answer, prompts))
+
+        return model.loop.run_until_complete(all_answers())
 
     return generate
 
@@ -100,30 +118,30 @@ ENGINES = {"ours": ours, "vllm": vllm, "sglang": sglang}
 
 
 def measure(run: Run, generate: Generate) -> dict[str, Any]:
-    """Decoding tokens/s of one prompt by context, tokens/s of many prompts from start to end, and the answers."""
+    """Decoding tokens/s of one prompt by context, tokens/s of concurrent prompts, and the answers."""
     single, answers = {}, []
     for context, prompts in run.prompts.items():
         # An engine may compile or capture by size. A reversed prompt has the size, but not an answer to draft from.
         for prompt, tokens in product(prompts[:SINGLE_PROMPTS], (1, run.tokens)):
-            generate([prompt[::-1]], tokens)
+            generate([prompt[::-1]], tokens, 1)
         whole = first = 0.0
         for prompt in prompts[:SINGLE_PROMPTS]:
             start = perf_counter()
-            answers += generate([prompt], run.tokens)
+            answers += generate([prompt], run.tokens, 1)
             middle = perf_counter()
-            generate([prompt], 1)
+            generate([prompt], 1, 1)
             whole, first = whole + middle - start, first + perf_counter() - middle
         # The pass over the prompt and the first token are those of the answer of one token.
         single[context] = len(prompts[:SINGLE_PROMPTS]) * (run.tokens - 1) / (whole - first)
 
     many = {}
     shortest = next(iter(run.prompts.values()))
-    for rows in run.concurrent:
-        batch = [shortest[row % len(shortest)] for row in range(rows)]
-        generate([prompt[::-1] for prompt in batch], run.tokens)
+    for requests in run.concurrent:
+        batch = list(islice(cycle(shortest), TURNS * requests))
+        generate([prompt[::-1] for prompt in batch], run.tokens, requests)
         start = perf_counter()
-        answers += generate(batch, run.tokens)
-        many[str(rows)] = rows * run.tokens / (perf_counter() - start)
+        answers += generate(batch, run.tokens, requests)
+        many[str(requests)] = len(batch) * run.tokens / (perf_counter() - start)
     return {"single": single, "concurrent": many, "answers": answers}
 
 

@@ -3,11 +3,12 @@
 `python -m benchmarks.engines --target FOLDER --draft DRAFT --prompts FILE.jsonl` prints a table and, last, one JSON
 line. Each row is a process of its own, whose errors are shown. `--engines` chooses engines, and `--python sglang=PATH`
 names the interpreter of another environment. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, the
-shortest context first; its prompts are also those that run concurrently. Answers are greedy and have equal lengths.
+shortest context first; its prompts are also those that run concurrently, and should be 4 for each such request. Answers
+are greedy and have equal lengths.
 
-tokens/s of one prompt is decoding alone: the time of an answer less that of an answer of one token. tokens/s of
-concurrent prompts is all tokens over the whole time. `same` counts the answers equal to those of the engine's own
-vanilla decoding.
+tokens/s of one prompt is decoding alone: the time of an answer less that of an answer of one token. tokens/s of n
+concurrent requests is all tokens of 4 n answers over the whole time, n of them at a time. `same` counts the answers
+equal to those of the engine's own vanilla decoding.
 """
 
 from __future__ import annotations
@@ -111,8 +112,12 @@ def count_same(rows: list[dict[str, Any]]) -> None:
 
 
 def table(rows: list[dict[str, Any]], contexts: list[str], concurrent: list[int]) -> str:
-    """Markdown: tokens/s of one prompt per context, then of concurrent prompts."""
-    columns = [*(f"1 × {context}" for context in contexts), *(f"{rows} at once" for rows in concurrent), "same"]
+    """Markdown: tokens/s of one prompt per context, then of concurrent requests."""
+    columns = [
+        *(f"1 × {context}" for context in contexts),
+        *(f"{requests} requests" for requests in concurrent),
+        "same",
+    ]
     lines = []
     for row in rows:
         if "error" in row:
