@@ -25,12 +25,14 @@ from longspec.pipeline.settings import (
 from longspec.train.recipe import MUON_FROM, RATES
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
+MOST_STEPS = 12_000
+"""Largest number of steps of a stage."""
 FACTORS = [2 ** (exponent / 4) for exponent in range(8, -29, -1)]
 """Scales of the recipe that are tried, the largest first."""
 LATER_RATES = (1.0, 0.25, 0.075)
 """Learning rates of the stages, relative to the first."""
-ROW, LONG_STEP = 1024, 131_072
-"""Tokens of a row in stage 1, and of a step in the later stages."""
+ROW, FIRST_ROWS, LONG_STEP = 1024, 16, 65_536
+"""Tokens of a row and rows of a step in stage 1, and tokens of a step in the later stages."""
 UNITS = 2**24 / 2**30 / 80
 """Tokens of a micro-batch times hidden units, per byte of the GPU's memory. A probe takes twice as many."""
 LONG_UNITS = 2**27 / 2**30 / 80
@@ -101,7 +103,7 @@ def _scaled(base: Settings, factor: float) -> Settings:
     stages = {
         name: replace(
             stage,
-            steps=min(6000, count(stage.steps, 10)),
+            steps=min(MOST_STEPS, count(stage.steps, 10)),
             replay={run: count(number, 16) for run, number in stage.replay.items()},
         )
         for name, stage in base.training.stages.items()
@@ -152,16 +154,15 @@ def _longest_row(target: Target, machine: Machine, tp_size: int, contexts: int) 
 def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machine, length: int) -> None:
     """Set rows, learning rate and draft of a stage. length: tokens of a row."""
     hidden = target.config.hidden_size
-    first_rows = 32 if target.parameters > 4e8 else 16
-    rows = max(1, LONG_STEP // length) if number else first_rows
+    rows = max(1, LONG_STEP // length) if number else FIRST_ROWS
     rows = -(-rows // machine.devices) * machine.devices
     stage.max_length, stage.tokens_per_step = length, rows * length
     stage.micro_batch = max(1, int(UNITS * machine.memory / hidden / length)) if machine.gpus else 4
     is_split = machine.tp_size(target) > 1
     has_muon = machine.gpus and not is_split and Version(deepspeed.__version__) >= Version(MUON_FROM)
     optimizer = "muon" if has_muon else "adamw"
-    # 4e-3 for 576 hidden units and 16,384 tokens per step, 4.4e-3 for 1,536 units and twice as many.
-    rate = RATES[optimizer] * (576 / hidden) ** 0.25 * (first_rows / 16) ** 0.5 * LATER_RATES[number]
+    # 4e-3 for 576 hidden units. For 1,536 units, 4.4e-3 was good with twice as many tokens per step.
+    rate = RATES[optimizer] * (576 / hidden) ** 0.25 * LATER_RATES[number]
     values: dict[str, Any] = {"optimizer": optimizer, "learning_rate": float(f"{rate:.2g}")}
     values["variant.max_offset"] = max(0, min(30_000, target.positions - 1200))
     if number == 0:
