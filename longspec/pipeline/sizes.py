@@ -25,7 +25,7 @@ from longspec.pipeline.settings import (
 from longspec.train.recipe import MUON_FROM, RATES
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
-MOST_STEPS = 12_000
+MOST_STEPS = 16_000
 """Largest number of steps of a stage."""
 FACTORS = [2 ** (exponent / 4) for exponent in range(8, -29, -1)]
 """Scales of the recipe that are tried, the largest first."""
@@ -161,8 +161,8 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
     is_split = machine.tp_size(target) > 1
     has_muon = machine.gpus and not is_split and Version(deepspeed.__version__) >= Version(MUON_FROM)
     optimizer = "muon" if has_muon else "adamw"
-    # 4e-3 for 576 hidden units. For 1,536 units, 4.4e-3 was good with twice as many tokens per step.
-    rate = RATES[optimizer] * (576 / hidden) ** 0.25 * LATER_RATES[number]
+    # 4e-3 with Muon was good for 576 and for 1,536 hidden units. So few steps favor high rates (docs/reproduce.md).
+    rate = RATES[optimizer] * min(1, 1536 / hidden) ** 0.25 * LATER_RATES[number]
     values: dict[str, Any] = {"optimizer": optimizer, "learning_rate": float(f"{rate:.2g}")}
     values["variant.max_offset"] = max(0, min(30_000, target.positions - 1200))
     if number == 0:
