@@ -64,6 +64,7 @@ def ours(run: Run) -> Generate:
 
 def vllm(run: Run) -> Generate:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     options = recommended(run)
     if run.method == "ngram":
@@ -72,6 +73,7 @@ def vllm(run: Run) -> Generate:
 
     def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling.output_kind = RequestOutputKind.FINAL_ONLY  # as in LLM.generate
         waiting, answers = list(enumerate(prompts)), {}
         while len(answers) < len(prompts):
             while waiting and model.llm_engine.get_num_unfinished_requests() < requests:

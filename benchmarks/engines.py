@@ -3,8 +3,8 @@
 `python -m benchmarks.engines --target FOLDER --draft DRAFT --prompts FILE.jsonl` prints a table and, last, one JSON
 line. Each row is a process of its own, whose errors are shown. `--engines` chooses engines, and `--python sglang=PATH`
 names the interpreter of another environment. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, the
-shortest context first; its prompts are also those that run concurrently, and should be 4 for each such request. Answers
-are greedy and have equal lengths.
+shortest context first. The prompts of that context also run concurrently, 4 n of them for n requests, again from the
+first if there are fewer. Answers are greedy and have equal lengths.
 
 tokens/s of one prompt is decoding alone: the time of an answer less that of an answer of one token. tokens/s of n
 concurrent requests is all tokens of 4 n answers over the whole time, n of them at a time. `same` counts the answers

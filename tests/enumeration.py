@@ -45,7 +45,7 @@ class EnumeratingSampler(Sampler):
     def uniforms(self, like: Tensor) -> Tensor:
         return _Coins(self._decide)  # type: ignore[return-value]
 
-    def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
+    def exponentials(self, like: Tensor, step: int = 0, first: int = 0, stride: int | None = None) -> Tensor:
         raise NotImplementedError("exponential variables are continuous and cannot be enumerated")
 
     def _decide(self, probabilities: list[float]) -> int:

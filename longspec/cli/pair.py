@@ -127,11 +127,10 @@ def open_pair(
 ) -> LoadedPair:
     """Load a pair by name, hub id, folder or GGUF file; None is the embedded pair.
 
-    method: None is auto. If `repeats` is set, it is tree, and on a CPU vanilla, which is several times faster there; a
-    pair without a trained draft goes without trees. repeats: whether sampled answers must not depend on measured times,
-    as auto's do. applied: the options of the target's
-    generation config that the command applies; a note on stderr names the others that would change answers. None if it
-    ignores the config on request. Raises UserError.
+    method: None is auto or, with `repeats`, vanilla on a CPU and tree on a GPU, lookup there without a trained draft.
+    repeats: whether sampled answers must not depend on measured times, as auto's do. applied: the options of the
+    target's generation config that the command applies; a note on stderr names the others that would change answers.
+    None if it ignores the config on request. Raises UserError.
     """
     name = source.model or SMOLLM2
     transformers.utils.logging.disable_progress_bar()

@@ -183,7 +183,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def before_loop(tokens: Sequence[int]) -> Sequence[int]:
-    """A text up to the first repetition of the loop at its end; all of it if it does not end in a loop."""
+    """A looping text up to the end of the last n-gram that occurs in it for the first time."""
     grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
     first = {gram: start for start, gram in reversed(list(enumerate(grams)))}
     return tokens[: max(first.values(), default=0) + LOOP_NGRAM]

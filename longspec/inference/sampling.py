@@ -176,22 +176,22 @@ class Sampler:
         settings, stream = self.settings, self._stream(0, 0)
         return self.backend.row_noise(settings["seed"], settings.positions, stream, like.shape[1:])
 
-    def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
-        """Independent exponential numbers of rate 1, fp64, like `like`, [B, ...]; `first` as in `Backend.row_noise`.
-        Constant in greedy rows, which thus draw the most probable token."""
+    def exponentials(self, like: Tensor, step: int = 0, first: int = 0, stride: int | None = None) -> Tensor:
+        """Independent exponential numbers of rate 1, fp64, like `like`, [B, ...]. Constant in greedy rows, which thus
+        draw the most probable token. first, stride: as in `Backend.row_noise`."""
         # CUDA's fp32 exponentials are never below 6e-8, so `draw` could not draw tokens of that probability.
         settings, stream = self.settings, self._stream(1, step)
-        numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first
+        numbers = settings["seed"], settings.positions, stream, like.shape[1:], settings.greedy, first, stride
         return self.backend.row_noise(*numbers)
 
-    def exponentials_by_part(self, like: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        """`exponentials` for like [B, N, V], split along N into contiguous parts of `widths`."""
+    def exponentials_by_part(self, like: Tensor, widths: Sequence[int], stride: int) -> list[Tensor]:
+        """`exponentials` for like [B, N, C], split along N into contiguous parts of `widths`. stride >= C."""
         if len(like) == 1:  # one launch draws all
-            return list(self.exponentials(like).split(list(widths), 1))
+            return list(self.exponentials(like, stride=stride).split(list(widths), 1))
         parts, first = [], 0
         for part in like.split(list(widths), 1):
-            parts.append(self.exponentials(part, first=first))
-            first += part[0].numel()
+            parts.append(self.exponentials(part, first=first, stride=stride))
+            first += part.shape[1] * stride
         return parts
 
     def _stream(self, kind: int, step: int) -> int:

@@ -94,7 +94,7 @@ def _runs(name: str, settings: Settings, root: Path) -> list[AnswerRun]:
 
 
 def _run_target(run: AnswerRun, replicas: Replicas, load: Callable[..., Any]) -> None:
-    """Write the answers shard by shard unless the file exists. Repetition loops and duplicates are dropped."""
+    """Write the answers shard by shard unless the file exists. Duplicates are dropped."""
     output = _output(run)
     if replicas.from_rank_zero(output.exists):
         return

@@ -48,8 +48,12 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 
 def answer_files(root: Path, names: list[str], split: str) -> list[str]:
-    """Absolute paths of the existing answer files of the runs `names`. Raises UserError if there are none."""
-    files = [answers_file(root, name, split).absolute() for name in names]
+    """Absolute paths of the existing answer files of the runs `names`. Raises UserError if there are none.
+
+    Training reads a run as often as it is named; held-out files are listed once.
+    """
+    once = names if split == "train" else dict.fromkeys(names)
+    files = [answers_file(root, name, split).absolute() for name in once]
     existing = [str(file) for file in files if file.exists()]
     if not existing:
         raise UserError(f"{files[0]}: no such file; the target has not written it yet")

@@ -52,10 +52,10 @@ def draft(options: argparse.Namespace, command: str) -> None:
     options.evaluate = options.evaluate and _absolute(options.evaluate)
     text = TargetText.load(options.target)
     target, machine = Target.read(options.target, text.path), Machine.here()
-    if options.evaluate:
-        check_draft(options.evaluate, target.config, family_class(target.config, text.path).draft_layer_class)
     root = Path(options.output_dir or _default_folder(options))
     settings = _settings(options, root, target, machine)
+    if (evaluated := settings.evaluation.draft) is not None:
+        check_draft(evaluated, target.config, family_class(target.config, text.path).draft_layer_class)
     if settings.chat.train or settings.chat.test:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
     fault = _trainer_fault(settings, target, text.path, options.dry_run)
@@ -143,13 +143,14 @@ def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
         pace = spent / expected if expected else 1.0
         left = sum(planned.seconds[later] for later in names[number:] if later not in done) * pace
         own = done.get(name, duration(planned.seconds[name] * pace))
-        print(f"step {number + 1} of {len(steps)}: {name}, {own}; {duration(left)} left in all", flush=True)
+        rest = f"{duration(left)} left in all" if left else "nothing left"
+        print(f"step {number + 1} of {len(steps)}: {name}, {own}; {rest}", flush=True)
         began = time.perf_counter()
         step()
         seconds = time.perf_counter() - began
-        if name not in done:
-            if seconds > DONE_S:
-                spent, expected = spent + seconds, expected + planned.seconds[name]
+        if seconds > DONE_S:
+            spent, expected = spent + seconds, expected + planned.seconds[name]
+        if name not in done or seconds > DONE_S:
             line = {"step": name, "seconds": round(seconds, 1), "estimate": round(planned.seconds[name], 1)}
             with (root / TIMES).open("a") as times:
                 times.write(json.dumps(line) + "\n")

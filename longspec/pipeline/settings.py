@@ -89,7 +89,8 @@ class StageSettings:
     config: str = MISSING
     """Name of the training configuration in conf/exp."""
     answers: list[str] = MISSING
-    """Runs of the target whose answers are the training data: keys of `answers`, chat, or SOURCE."""
+    """Runs of the target whose answers are the training data: keys of `answers`, chat, or SOURCE. An epoch has a run's
+    text as often as it is named."""
     replay: dict[str, int] = field(default_factory=dict)
     """Further runs, and the number of training records from each, so that the draft does not forget earlier stages."""
     steps: int = MISSING

@@ -48,7 +48,7 @@ def train(name: str, settings: Settings, root: Path) -> None:
         "data.files": training_files(root, stage),
         "data.max_length": stage.max_length,
         "data.cache_dir": str((root / "cache").absolute()),
-        "evaluation.files": answer_files(root, list(dict.fromkeys([*stage.answers, *stage.replay])), "validation"),
+        "evaluation.files": answer_files(root, [*stage.answers, *stage.replay], "validation"),
         "evaluation.rows": settings.training.evaluation_rows,
         "evaluation.steps": stage.steps,
         "max_steps": stage.steps,

@@ -22,6 +22,8 @@ from longspec.regenerate.settings import Settings, shard_seed
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
 TURN_TEMPERATURE = 1.0
+LEAST_START = 32
+"""Tokens that an answer must have before a repetition loop, to be kept up to there."""
 
 
 @dataclass
@@ -154,8 +156,11 @@ class Writer:
         """The records of the answers that are kept."""
         records = []
         for prompt, request, answer in zip(shard.prompts, shard.requests, shard.answers, strict=True):
-            answer = before_loop(answer) if loops(answer) else answer
-            if reason := self._defect(answer, self.stop_ids):
+            reason = self._defect(answer, self.stop_ids)
+            if reason == "loops":  # the start is still good training text
+                answer = before_loop([token for token in answer if token not in self.stop_ids])
+                reason = "loops" if len(answer) < LEAST_START else self._defect(answer, self.stop_ids)
+            if reason:
                 shard.dropped[f"answers: {reason}"] += 1
                 continue
             record = answered(

@@ -17,9 +17,12 @@ from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
 from transformers import AutoTokenizer
 
-from longspec.data.prompts import PromptFiles, before_loop, loops, prompt_key, user_turn_marks
+from longspec.data.prompts import PromptFiles, loops, prompt_key, user_turn_marks
 from longspec.errors import UserError
+from longspec.inference.answering import Listener
+from longspec.inference.engine.requests import Tokens
 from longspec.inference.pairs import PAIRS, Pair
+from longspec.inference.stats import GenerationStats
 from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
@@ -126,8 +129,25 @@ def test_loops_are_told_from_text_even_at_its_end() -> None:
     assert not loops(text) and not loops([]) and not loops([1, 2])
     assert loops([1, 2, 3] * 20)
     assert loops(text + [7, 8, 9] * 40)
-    assert before_loop(text + [7, 8, 9] * 40) == text + [7, 8, 9, 7, 8, 9], "as long as four tokens in a row are new"
-    assert before_loop(text) == text and before_loop([1, 2]) == [1, 2]
+
+
+def test_an_answer_is_kept_up_to_its_repetition_loop(
+    target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, loop, end = list(range(40, 80)), [50, 51, 52] * 60, [2]
+    answers = [text + loop + end, text + loop, loop + end, text + end]
+
+    def answer_all(model: Any, drafting: Any, requests: Any, rows: Any, listener: Listener, window: Any) -> None:
+        for number, ids in enumerate(answers):
+            listener.take(number, Tokens(ids, []))
+            listener.finish(number, GenerationStats())
+
+    monkeypatch.setattr("longspec.regenerate.writer.answer_all", answer_all)
+    given = settings(target, tmp_path, files=(str(questions),), count=4)
+    written = [(record["new_tokens"], record["finished"]) for record in read(regenerate(given))]
+    # The loop begins twice, until its groups of four tokens recur.
+    assert written == [(46, False), (46, False), (41, True)]
+    assert "'answers: loops': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 
 def test_user_turns_open_as_the_chat_template_says() -> None:

@@ -164,7 +164,7 @@ class FixedSampler(Sampler):
     def uniforms(self, like: Tensor) -> Tensor:
         return self.coins
 
-    def exponentials(self, like: Tensor, step: int = 0, first: int = 0) -> Tensor:
+    def exponentials(self, like: Tensor, step: int = 0, first: int = 0, stride: int | None = None) -> Tensor:
         return self.noise
 
 

@@ -163,6 +163,8 @@ def test_the_kernel_has_the_bits_of_the_reference(device: str, stream: int) -> N
     exponentials = kernel(seeds, positions, stream, (3, 421), constant)
     expected = row_noise(SEEDS, POSITIONS, stream, (3, 421), CONSTANT)
     torch.testing.assert_close(exponentials.cpu(), expected, rtol=1e-14, atol=0)
+    narrow = kernel(seeds, positions, stream, (2, 400), None, 421, 421)  # of fewer columns, from the second row on
+    assert torch.equal(narrow, uniforms[:, 1:, :400])
 
 
 def test_law_of_the_numbers() -> None:

@@ -94,8 +94,7 @@ def test_stage_1_reads_about_as_many_tokens_of_source_files_as_of_the_targets_ow
         tokens = estimate(settings, QWEN, H100).tokens
         own = 2 * (tokens["chat"] + tokens["answers"])  # an epoch reads it twice
         assert 0.5 < settings.code.train_files * FILE_TOKENS / own < 1.5
-        stage = settings.training.stages["stage1"]
-        assert "source" in stage.answers and stage.replay["chat"] == settings.chat.train, "all of it, once more"
+        assert sorted(settings.training.stages["stage1"].answers) == ["chat", "chat", "short", "short", "source"]
     assert chosen_settings(QWEN, H100, 0.1, 16384, draft="me/draft").code.train_files == 0
 
 
@@ -208,6 +207,7 @@ def test_refused_settings_do_not_replace_those_of_the_folder(
     monkeypatch.setattr(run, "steps_of", lambda *given: {"evaluation": partial(evaluation.evaluate, *given)})
     for name, value in (("share_work", measure), ("load_draft", str), ("state_digest", str)):
         monkeypatch.setattr(evaluation, name, value)
+    monkeypatch.setattr(run, "check_draft", lambda *given: None)
     for draft, message in ("a", "stopped here"), ("b", "draft: other content"), (None, "stopped here"):
         assert message in refusal(command.main, [*line, f"evaluation.draft={draft}"] if draft else line)
     assert measured == ["a", "a"]
@@ -217,8 +217,13 @@ def test_finished_steps_are_shown_as_done(tmp_path: Path, capsys: pytest.Capture
     """Unless the settings now ask for more."""
     (tmp_path / "seconds.jsonl").write_text('{"step": "chat", "seconds": 9.6, "estimate": 60.0}\n')
     settings, steps = chosen_settings(QWEN, H100, 0.5, 32768), dict.fromkeys(("chat", "evaluation"), lambda: None)
-    for seconds, chat, left in (60.0, "done in 10 s", 30), (80.0, "about 80 s", 80), (80.0, "done", 1):
+    shown = (
+        ("done in 10 s", "about 30 s left in all"),
+        ("about 80 s", "about 80 s left in all"),
+        ("done", "nothing left"),
+    )
+    for seconds, (chat, left) in zip((60.0, 80.0, 80.0), shown, strict=True):
         planned = Estimate({"chat": seconds, "evaluation": 30.0}, {}, 0)
         assert f"  chat: {chat}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path)
         run.run_steps(steps, tmp_path, planned)
-        assert f"step 1 of 2: chat, {chat}; about {left} s left in all" in capsys.readouterr().out
+        assert f"step 1 of 2: chat, {chat}; {left}\n" in capsys.readouterr().out

@@ -59,6 +59,11 @@ class DraftDecoder(RowState):
         """Number of columns C of the logits, at most V."""
         return self.runner.config.vocab_size if self.ids is None else self.ids.shape[1]
 
+    @property
+    def most_columns(self) -> int:
+        """Number of columns in a batch of one row. In larger ones, C may be smaller, and the last ones are missing."""
+        return self.columns
+
     def state_bytes(self, longest: int) -> tuple[int, int]:
         """Bytes per row, and per row and position, that `reserve` allocates. longest: most tokens of a text."""
         return 0, 0

@@ -30,6 +30,10 @@ class GlideDraft(DraftDecoder):
     def ids(self) -> Tensor | None:  # type: ignore[override]
         return None if self.head is None else self.head.ids
 
+    @property
+    def most_columns(self) -> int:
+        return self.columns if self.head is None else self.head.most_columns
+
     def narrow(self, rows: slice) -> "GlideDraft":
         part = copy(self)
         part.head = None if self.head is None else self.head.narrow(rows)

@@ -22,6 +22,7 @@ class ReducedHead:
         self.vocab: int = runner.config.vocab_size
         self.listed = listed
         self.extra = extra_columns(self.vocab, listed, rows)
+        self.most_columns = listed + extra_columns(self.vocab, listed, 1)
         self.first_row = 0
         like: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
         self.weight = torch.zeros(listed + rows * self.extra, runner.config.hidden_size, **like)

@@ -120,7 +120,7 @@ class TreeDrafter(Drafter):
         noise = []
         if self.q is not None:  # exponential noise, fp64 [B, n, C], for each level whose nodes have sampled children
             like = self.q[..., : self.draft.columns]
-            noise = self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]))
+            noise = self.sampler.exponentials_by_part(like, (1, *self.shape[:-1]), self.draft.most_columns)
         watch, feature = cache.watch(Fault.DRAFT), self.draft.feature(cache)
         grow_level = self.runner.backend.grow_level
         terms = self.sampler.draft_terms(self.runner.config.vocab_size, self.draft.ids)

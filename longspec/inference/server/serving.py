@@ -60,7 +60,7 @@ def _note_end_of_drain(record: logging.LogRecord) -> bool:
     """Filter of uvicorn's log. Its error at the end of the drain becomes a warning that names the option."""
     if not str(record.msg).startswith("Cancel %s running task"):
         return True
-    if isinstance(record.args, tuple) and record.args[0]:  # without a drain, it also comes for no request
+    if isinstance(record.args, tuple) and record.args[0]:  # with --drain_seconds 0, it also comes for no request
         logger.warning("%d open requests are cancelled at the end of --drain_seconds", record.args[0])
     return False
 

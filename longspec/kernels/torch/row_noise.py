@@ -16,17 +16,26 @@ SECOND_FACTOR = 0x94D049BB133111EB
 
 
 def row_noise(
-    seeds: Tensor, positions: Tensor, stream: int, shape: Sequence[int], constant: Tensor | None = None, first: int = 0
+    seeds: Tensor,
+    positions: Tensor,
+    stream: int,
+    shape: Sequence[int],
+    constant: Tensor | None = None,
+    first: int = 0,
+    stride: int | None = None,
 ) -> Tensor:
     """Random numbers, fp64 [B, *shape], that depend on seed, position and stream of their row alone.
 
     Without `constant` they are uniform in [0, 1), multiples of 2^-53. With it, bool [B], they are exponential of rate
     1, with a resolution of 2^-53, and 1 in rows where it is True. seeds: LongTensor [B], all 64 bits count. positions:
     int [B], at least 0. stream: distinguishes several draws at one position. first: number of the first one, so that
-    the numbers of a stream can be taken in parts. The bits are the same on all backends.
+    the numbers of a stream can be taken in parts. stride: how many numbers lie between those of one index of all but
+    the last dimension and of the next; None for the size of the last dimension. The bits are the same on all backends.
     """
     key = _mix(_mix(_mix(seeds) + (positions.long() + 1) * signed(GAMMA)) + stream_offset(stream))
-    number = torch.arange(first + 1, first + torch.Size(shape).numel() + 1, device=seeds.device)
+    last, device = shape[-1], seeds.device
+    starts = first + 1 + torch.arange(torch.Size(shape[:-1]).numel(), device=device) * (stride or last)
+    number = (starts[:, None] + torch.arange(last, device=device)).flatten()
     bits = _mix(key[:, None] + number * signed(GAMMA)).view(len(seeds), *shape)
     if constant is None:
         return _shift(bits, 11).double() * 2.0**-53
