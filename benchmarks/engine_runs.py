@@ -74,7 +74,8 @@ def vllm(run: Run) -> Generate:
     def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         sampling.output_kind = RequestOutputKind.FINAL_ONLY  # as in LLM.generate
-        waiting, answers = list(enumerate(prompts)), {}
+        waiting = list(enumerate(prompts))
+        answers: dict[int, list[int]] = {}
         while len(answers) < len(prompts):
             while waiting and model.llm_engine.get_num_unfinished_requests() < requests:
                 number, prompt = waiting.pop(0)

@@ -15,6 +15,7 @@ from longspec.cli.options import (
     OUTPUT,
     PROMPTS,
     SAMPLING,
+    DraftingOptions,
     MethodOptions,
     PairOptions,
     ShapeOptions,
@@ -45,6 +46,7 @@ def generate(
     source: PairOptions,
     method: MethodOptions,
     shape: ShapeOptions,
+    drafting: DraftingOptions,
     options: GenerateOptions,
     token_options: Mapping[str, Any],
     prompts: Annotated[
@@ -72,7 +74,7 @@ def generate(
     with StopSignals(at_once=True) as stop, ExitStack() as stack:
         stack.enter_context(shared_target(method.tp_size, source.device, stop))
         replicas = stack.enter_context(joined_replicas(method.tp_size))
-        output = options.output
+        output, arguments = options.output, drafting.arguments()
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
             check_folder(options.json_file, "--json")
@@ -96,6 +98,7 @@ def generate(
             with loading(source.model):
                 # A seed gives the same answers after an interruption, and on any number of ranks.
                 pair = open_pair(own, method.method, repeats=sampling.temperature > 0)
+            pair.drafting = arguments
             return PromptRun(
                 pair, asked, sampling, options.batch_size, options.seed, options.chat, options.skip_invalid
             )

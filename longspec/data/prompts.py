@@ -182,7 +182,7 @@ def loops(tokens: Sequence[int]) -> bool:
     return False
 
 
-def before_loop(tokens: Sequence[int]) -> Sequence[int]:
+def before_loop(tokens: list[int]) -> list[int]:
     """A looping text up to the end of the last n-gram that occurs in it for the first time."""
     grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
     first = {gram: start for start, gram in reversed(list(enumerate(grams)))}

@@ -166,12 +166,9 @@ def test_a_draft_layer_with_its_own_forward_is_decoded_with_it(tmp_path: Path, m
 
 def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     """What a fused pass would drop without a word: another module, a hook, a dtype, a piece of a flat buffer."""
-
-    class Adapted(torch.nn.Linear):
-        pass
-
     untouched = make_pair(tmp_path, options=OPTIONS["both"])
     assert can_fuse(untouched)
+    adapted = type("Adapted", (torch.nn.Linear,), {})
 
     def changed(change: Callable[[Any], object]) -> bool:
         model = deepcopy(untouched)
@@ -190,7 +187,7 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
         lambda m: setattr(m.model.layers[0].self_attn, "q_norm", torch.nn.LayerNorm(8)),
         lambda m: setattr(m.model.layers[1].mlp, "act_fn", torch.nn.GELU()),
         lambda m: setattr(m.model.layers[2].self_attn, "o_proj", torch.nn.Linear(32, 32, bias=True)),
-        lambda m: setattr(m.model.layers[0].mlp, "up_proj", Adapted(32, 48, bias=False)),
+        lambda m: setattr(m.model.layers[0].mlp, "up_proj", adapted(32, 48, bias=False)),
         lambda m: m.draft_model.cross_attn.q_proj.half(),
         lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.t().contiguous().t()),
         lambda m: setattr(m.draft_model.self_attn.k_proj, "bias", None),

@@ -23,6 +23,7 @@ from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.methods import GLIDE_METHODS, METHODS
 from longspec.inference.runner import Runner
+from longspec.models import draft_vocabulary
 from longspec.models.glide import GlideMixin
 
 SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
@@ -70,10 +71,18 @@ def test_a_method_that_cannot_start_rows_one_after_another_decodes_row_by_row(
 
 
 @pytest.mark.parametrize("settings", [{"method": "vanilla"}, {"temperature": 1.0, "seed": 3, "min_p": 0.02}])
-def test_rows_that_wait_get_the_tokens_of_one_batch(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Two at a time, of which some share a prefix."""
+@pytest.mark.parametrize("listed", [None, [0, 2, 3, 5]])
+def test_rows_that_wait_get_the_tokens_of_one_batch(
+    tmp_path: Path, settings: dict[str, Any], listed: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at a time, of which some share a prefix, also with a list, next to which few prompt tokens have room."""
     model = make_pair(tmp_path, vocab_size=7, initializer_range=0.1)
     rows = [row % 7 for row in prompts(5, 70, 1, 3, 9)]
+    if listed is not None:
+        rows = [row.where(torch.isin(row, torch.tensor(listed)), 1) for row in rows]
+        model.draft_model.set_vocabulary(torch.tensor(listed))
+        monkeypatch.setattr(draft_vocabulary, "LEAST_EXTRA", 1)
+        monkeypatch.setattr(draft_vocabulary, "TOTAL_EXTRA", 6)
     rows.append(torch.cat([rows[1], torch.tensor([1, 2])]))
     ids = [row.tolist() for row in rows]
     settings = {"method": "tree", "max_new_tokens": 9, "eos_token_id": [5]} | SETTINGS | settings

@@ -134,18 +134,16 @@ def test_loops_are_told_from_text_even_at_its_end() -> None:
 def test_an_answer_is_kept_up_to_its_repetition_loop(
     target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, loop, end = list(range(40, 80)), [50, 51, 52] * 60, [2]
-    answers = [text + loop + end, text + loop, loop + end, text + end]
+    text, loop = list(range(40, 80)), [50, 51, 52] * 60
 
     def answer_all(model: Any, drafting: Any, requests: Any, rows: Any, listener: Listener, window: Any) -> None:
-        for number, ids in enumerate(answers):
+        for number, ids in enumerate([[*text, *loop, 2], text + loop, [*loop, 2], [*text, 2]]):
             listener.take(number, Tokens(ids, []))
             listener.finish(number, GenerationStats())
 
     monkeypatch.setattr("longspec.regenerate.writer.answer_all", answer_all)
     given = settings(target, tmp_path, files=(str(questions),), count=4)
     written = [(record["new_tokens"], record["finished"]) for record in read(regenerate(given))]
-    # The loop begins twice, until its groups of four tokens recur.
     assert written == [(46, False), (46, False), (41, True)]
     assert "'answers: loops': 1" in (tmp_path / "train.provenance.yaml").read_text()
 

@@ -13,19 +13,15 @@ import pytest
 import torch
 
 from benchmarks import engine_runs, engines, parts, training
-from benchmarks.acceptance import key, read_acceptance
 from benchmarks.decoding import filled_batch
 from benchmarks.parts import parts_of_round
 from benchmarks.read_bandwidth import LAUNCHES, read_sums
-from benchmarks.shapes import SHAPES, random_pair
-from benchmarks.training_flops import training_flops
+from benchmarks.shapes import random_pair
 from longspec.inference.engine.rounds import Rounds
-from longspec.inference.methods import DEFAULT_SHAPE
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
 SHAPE = [2, 3]
-COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "results" / "smollm2-135m" / "summary.json"
 OPTIONS = {"temperature": 0.0, "tree_shape": SHAPE, "gamma": 4, "tree_nodes": None, "lookup_branches": False}
 
 
@@ -68,13 +64,6 @@ def test_the_parts_of_a_round_add_up_to_it_with_a_negative_residual(
     assert sum(found.values()) == pytest.approx(9.0)
     assert found["accept + compact"] == 5.0 and found["residual"] == -6.0
     assert set(lengths[:-1]) == {20} and lengths[-1] > 20
-
-
-def test_the_committed_experiment_has_the_figures_of_the_documented_trees() -> None:
-    lengths = read_acceptance(COMMITTED)
-    whole, part = OPTIONS | {"tree_shape": DEFAULT_SHAPE}, OPTIONS | {"tree_shape": DEFAULT_SHAPE, "tree_nodes": 32}
-    assert 1 < lengths[key("tree", whole | {"temperature": 1.0})] < lengths[key("tree", whole)] < 6
-    assert 1 < lengths[key("tree", part)] < lengths[key("tree", whole)]
 
 
 def run_of(**changes: object) -> engine_runs.Run:
@@ -134,22 +123,6 @@ def test_the_processes_of_an_engine_end_with_its_run(tmp_path: Path) -> None:
     # The end of the file is read once no process has the pipe open for writing.
     assert select.select([reader], [], [], 20)[0] and os.read(reader, 1) == b""
     os.close(reader)
-
-
-def test_flops_of_llama_3_8b_at_32k_are_those_worked_out_by_hand() -> None:
-    """One segment of T = 32768 tokens, layers of 218.1M weights, and 4 · 32 · 128 operations per pair of tokens."""
-    tokens, pair = 32768, 4 * 32 * 128
-    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
-    causal = pair * tokens * (tokens + 1) / 2
-    window = pair * (512 * 513 / 2 + (tokens - 512) * 513)
-    draft, logits = 2 * tokens * (layer + 2 * 4096 * 4096), 2 * tokens * 128256 * 4096
-    alone = training_flops(SHAPES["llama3-8b"], [tokens], tokens, reads_target=False)
-    assert alone.target == 32 * (2 * tokens * layer + causal)
-    assert alone.draft_forward == draft + window + causal
-    assert alone.draft_backward == 2 * draft + 2 * window + causal
-    assert alone.loss == 2 * logits
-    assert alone.total == pytest.approx(876e12, rel=0.01)
-    assert training_flops(SHAPES["llama3-8b"], [tokens], tokens, reads_target=True).loss == 3 * logits
 
 
 @pytest.mark.slow

@@ -109,14 +109,7 @@ class Simulation:
 
 @pytest.mark.parametrize(
     ("rows", "accepted", "copying"),
-    [
-        (1, 0.05, False),
-        (1, 0.6, False),
-        (1, 0.9, False),
-        (1, 0.6, True),
-        (8, 0.1, False),
-        (8, 0.9, False),
-    ],
+    [(1, 0.05, False), (1, 0.6, False), (1, 0.9, False), (1, 0.6, True), (8, 0.1, False), (8, 0.9, False)],
 )
 def test_regret_against_the_best_fixed_plan_is_below_2_percent(rows: int, accepted: float, copying: bool) -> None:
     def simulated(plan: Plan | None) -> float:
