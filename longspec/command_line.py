@@ -40,9 +40,12 @@ def add_device_options(add: Callable[..., Any]) -> None:
 
 
 def add_sampling_options(add: Callable[..., Any]) -> None:
-    """Add top_p, top_k, and COMMAND_OPTIONS, which are None unless they are given."""
+    """Add top_p, top_k, and FILTER_OPTIONS and COMMAND_OPTIONS, which are None unless they are given."""
     add("--top_p", type=float, default=1.0, help="nucleus mass; 1 keeps all tokens")
     add("--top_k", type=int, default=0, help="0 keeps all tokens")
+    add("--min_p", type=float, help="leave out tokens of less than this share of the highest probability")
+    add("--typical_p", type=float, help="mass of the tokens of typical probability; 1 keeps all tokens")
+    add("--epsilon_cutoff", type=float, help="leave out tokens of lower probability")
     for name, (kind, text) in COMMAND_OPTIONS.items():
         add(f"--{name}", type=kind, help=text[0].lower() + text[1:].rstrip("."))
 

@@ -8,6 +8,7 @@ from longspec.command_line import Parser, add_device_options, add_drafting_optio
 from longspec.data.target_format import AUTO as AUTO_FORMAT
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
+from longspec.inference.options import FILTER_OPTIONS
 from longspec.inference.pairs import PAIRS
 from longspec.inference.token_options import given_options
 from longspec.kernels import ATTENTIONS, DETERMINISTIC
@@ -57,6 +58,9 @@ def parse_options(argv: Sequence[str] | None = None, prog: str | None = None) ->
     _add_run(parser)
     options = parser.parse_args(argv)
     options.token_options = given_options(vars(options))
+    for name in FILTER_OPTIONS:  # not part of the run's configuration unless they are given
+        if (value := vars(options).pop(name)) is not None:
+            options.token_options[name] = value
     return options
 
 

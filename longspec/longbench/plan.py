@@ -24,7 +24,7 @@ from longspec.inference.device import choose_device, choose_dtype, device_name, 
 from longspec.inference.load_pair import read_target
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import WITHOUT_FILE, report_ignored
+from longspec.inference.options import FILTER_OPTIONS, WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
@@ -141,7 +141,8 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
     # In order of cost.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
-    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
+    filters = {name: value for name, value in options.token_options.items() if name in FILTER_OPTIONS}
+    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k, **filters)
     _check_numbers(options)
     device = choose_device(options.device)
 

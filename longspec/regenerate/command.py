@@ -77,9 +77,6 @@ def _parser(prog: str) -> Parser:
 
     add = parser.add_argument_group("answers").add_argument
     add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
-    add("--min_p", type=float, help="leave out tokens of less than this share of the highest probability")
-    add("--typical_p", type=float, help="mass of the tokens of typical probability; 1 keeps all tokens")
-    add("--epsilon_cutoff", type=float, help="leave out tokens of lower probability")
     add_sampling_options(add)
     add("--max_new_tokens", type=int, help="longest answer, in tokens")
     add("--seed", type=int, help="of prompts and answers")

@@ -143,6 +143,7 @@ def test_the_options_alone_define_the_sampling(tmp_path: Path, capsys: pytest.Ca
     assert sampled("configured") == plain
     names = "max_time 0.01, stop_strings ['a'], min_p 0.9, no_repeat_ngram_size 2"
     assert f"{target}: its generation config sets {names}, which is ignored" in capsys.readouterr().out
+    assert sampled("likeliest", "--min_p", "1") == sampled("two", "--epsilon_cutoff", "0.999", "--batch_size", "2")
     banned = {str(token): -100 for token in plain}
     assert set(plain).isdisjoint(sampled("banned", "--logit_bias", json.dumps(banned)))
     assert json.loads((tmp_path / "banned" / "run.json").read_text())["run"]["logit_bias"] == banned

@@ -70,7 +70,7 @@ def test_every_configuration_has_a_default_folder_of_its_own(pair: Setting, tmp_
 
     variants: list[tuple[str, ...]] = [
         *((), ("--temperature", "1"), ("--tree_nodes", "32"), ("--lookup_branches",), ("--no-compile",)),
-        *(("--method", "seq"), ("--method", "vanilla", "--gamma", "2"), ("--top_p", "0.9"), ("--dtype", "bfloat16")),
+        *(("--method", "seq"), ("--method", "vanilla", "--gamma", "2"), ("--min_p", "0.9"), ("--dtype", "bfloat16")),
         *(("--batch_size", "2"), ("--test_length", "3"), ("--seed", "3"), ("--tree_shape", *["2"] * 200)),
     ]
     folders = {more: folder(*more) for more in variants}
