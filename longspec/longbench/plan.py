@@ -26,7 +26,7 @@ from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import FILTER_OPTIONS, WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, choose_pair, draft_in_use
-from longspec.inference.token_options import token_settings, with_word_ids
+from longspec.inference.token_options import check_option, token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -141,8 +141,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
     # In order of cost.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
-    filters = {name: value for name, value in options.token_options.items() if name in FILTER_OPTIONS}
-    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k, **filters)
+    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
     _check_numbers(options)
     device = choose_device(options.device)
 
@@ -198,6 +197,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
     if options.seed >= INT64_LIMIT:
         raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
+    for name in options.token_options.keys() & set(FILTER_OPTIONS):
+        check_option(name, options.token_options[name])
 
 
 def _load_draft(options: argparse.Namespace, draft: str, pair: Pair, config: PreTrainedConfig) -> dict[str, Tensor]:
