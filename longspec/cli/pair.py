@@ -21,8 +21,8 @@ from longspec.inference.generate import GenerationOutput, generate, make_request
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS, Drafting
-from longspec.inference.options import FILE_OPTIONS, FILTER_OPTIONS, WITHOUT_FILE, report_ignored
-from longspec.inference.request import ALWAYS
+from longspec.inference.options import FILE_OPTIONS, WITHOUT_FILE, report_ignored
+from longspec.inference.request import ALWAYS, FILTER_OPTIONS
 from longspec.inference.stats import GenerationStats
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin

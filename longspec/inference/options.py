@@ -8,11 +8,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from longspec.errors import UserError, warn_once
-from longspec.inference.request import FILTERS
+from longspec.inference.request import FILTER_OPTIONS, FILTERS
 from longspec.inference.token_options import TOKEN_OPTIONS, check_option, token_settings
 
-FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
-"""The filters of `request.FILTERS` that are options."""
 FILE_OPTIONS = (*FILTER_OPTIONS, *TOKEN_OPTIONS)
 """Options whose defaults are those of the target's generation config, in `generate` and in the commands that answer."""
 STOPPING = ("max_time", "stop_strings")

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0}
 """The settings that leave tokens out, in transformers' order, with the value that keeps all tokens."""
+FILTER_OPTIONS = ("min_p", "typical_p", "epsilon_cutoff")
+"""Those that a target's generation config sets, too."""
 SEED_STEP = 0x9E3779B97F4A7C15
 """Difference of the seeds of two neighboring rows: nearby seeds do not give rows in common."""
 ALWAYS = 2**31 - 1

@@ -16,6 +16,7 @@ from longspec.errors import UserError
 from longspec.inference import options
 from longspec.inference.arguments import check_stopping, check_token_ids
 from longspec.inference.generate import Streamer, ends_streamer, generate
+from longspec.inference.request import FILTER_OPTIONS
 from longspec.inference.stats import GenerationStats
 from longspec.inference.token_options import TOKEN_OPTIONS
 from longspec.models.glide import GlideMixin
@@ -155,5 +156,5 @@ def _sampling(config: GenerationConfig) -> dict[str, Any]:
     if not config.do_sample:
         return {"temperature": 0.0}
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    settings = {name: getattr(config, name) for name in (*neutral, *options.FILTER_OPTIONS)}
+    settings = {name: getattr(config, name) for name in (*neutral, *FILTER_OPTIONS)}
     return settings | {name: value for name, value in neutral.items() if settings[name] is None}

@@ -8,8 +8,8 @@ from longspec.command_line import Parser, add_device_options, add_drafting_optio
 from longspec.data.target_format import AUTO as AUTO_FORMAT
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.errors import reports_user_errors
-from longspec.inference.options import FILTER_OPTIONS
 from longspec.inference.pairs import PAIRS
+from longspec.inference.request import FILTER_OPTIONS
 from longspec.inference.token_options import given_options
 from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.longbench.prompts import DEFAULT_HEADROOM, DEFAULT_MIN_PROMPT_LEN

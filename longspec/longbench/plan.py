@@ -24,8 +24,9 @@ from longspec.inference.device import choose_device, choose_dtype, device_name, 
 from longspec.inference.load_pair import read_target
 from longspec.inference.memory import check_memory
 from longspec.inference.methods import AUTO, GLIDE_METHODS
-from longspec.inference.options import FILTER_OPTIONS, WITHOUT_FILE, report_ignored
+from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, choose_pair, draft_in_use
+from longspec.inference.request import FILTER_OPTIONS
 from longspec.inference.token_options import check_option, token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts

@@ -9,8 +9,7 @@ from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
-from longspec.inference.options import FILTER_OPTIONS
-from longspec.inference.request import FILTERS, Sampling
+from longspec.inference.request import FILTER_OPTIONS, FILTERS, Sampling
 from longspec.inference.token_options import check_option, token_settings, with_word_ids
 
 SPLITS = ("train", "validation", "test")

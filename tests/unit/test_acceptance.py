@@ -191,7 +191,7 @@ class LanguageModel:
     reads_hidden = False
     layer_inputs = ()
     ids = None
-    columns = VOCAB
+    columns = most_columns = VOCAB
 
     def __init__(self, language: RandomLanguage) -> None:
         self.language = language
