@@ -161,7 +161,7 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
     is_split = machine.tp_size(target) > 1
     has_muon = machine.gpus and not is_split and Version(deepspeed.__version__) >= Version(MUON_FROM)
     optimizer = "muon" if has_muon else "adamw"
-    # 4e-3 with Muon was good for 576 and for 1,536 hidden units. So few steps favor high rates (docs/reproduce.md).
+    # Muon's 4e-3 is that of 576 hidden units. With 1,536, 6e-3 was better than 3e-3 in few steps (docs/reproduce.md).
     rate = RATES[optimizer] * min(1, 1536 / hidden) ** 0.25 * LATER_RATES[number]
     values: dict[str, Any] = {"optimizer": optimizer, "learning_rate": float(f"{rate:.2g}")}
     values["variant.max_offset"] = max(0, min(30_000, target.positions - 1200))
