@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]
-"""(prompts, number of tokens, number of requests) -> greedy answers of exactly that length. So many requests are open
-until the prompts run out: each that ends is followed by the next."""
+"""(prompts, tokens per answer, concurrency) -> greedy answers of exactly that length. When a request ends, the next one
+starts, so that `concurrency` of them run until the prompts are used up."""
 RECOMMENDED: dict[str, dict[str, Any]] = {
     "vllm": {"performance_mode": "interactivity"},
     "sglang": {"enable_torch_compile": True},

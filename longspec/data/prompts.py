@@ -185,5 +185,5 @@ def loops(tokens: Sequence[int]) -> bool:
 def before_loop(tokens: list[int]) -> list[int]:
     """A looping text up to the end of the last n-gram that occurs in it for the first time."""
     grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
-    first = {gram: start for start, gram in reversed(list(enumerate(grams)))}
-    return tokens[: max(first.values(), default=0) + LOOP_NGRAM]
+    last_new = next(reversed(dict.fromkeys(grams)))
+    return tokens[: grams.index(last_new) + LOOP_NGRAM]

@@ -55,7 +55,7 @@ def evaluate(settings: Settings, root: Path) -> None:
     if any(samples.missing(cell) for cell in cells(settings.evaluation, root)):
         facts: dict[str, Any] = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
         facts |= {"device": device_name(choose_device(None)), "versions": versions()}
-        # Not in the processes of the step: of their errors, this one learns only an exit code.
+        # Here and not in the step's processes, whose errors reach this one as an exit code only.
         claim(folder / FACTS, facts)
         ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
         share_work(measure, settings, root, ranks)

@@ -57,8 +57,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
         cut.write_bytes(whole[:size])
         invoke(*given, "--output", cut)
         assert cut.read_bytes() == whole
-    result = invoke(*given, "--output", cut, "--seed", 1, code=1)
-    assert isinstance(result.exception, UserError) and "line 1: a line of another pair" in str(result.exception)
+    for change in ("--seed", "--gamma"):
+        error = invoke(*given, "--output", cut, change, 1, code=1).exception
+        assert isinstance(error, UserError) and "line 1: a line of another pair" in str(error)
     prompts.write_text(prompts.read_text().replace("p8", "p9"))
     with pytest.raises(UserError, match="line 2: a line of another pair, of other prompts"):
         raise invoke(*given, "--output", cut, code=1).exception

@@ -142,9 +142,8 @@ def test_an_answer_is_kept_up_to_its_repetition_loop(
             listener.finish(number, GenerationStats())
 
     monkeypatch.setattr("longspec.regenerate.writer.answer_all", answer_all)
-    given = settings(target, tmp_path, files=(str(questions),), count=4)
-    written = [(record["new_tokens"], record["finished"]) for record in read(regenerate(given))]
-    assert written == [(46, False), (46, False), (41, True)]
+    written = read(regenerate(settings(target, tmp_path, files=(str(questions),), count=4)))
+    assert [(record["new_tokens"], record["finished"]) for record in written] == [(46, False), (46, False), (41, True)]
     assert "'answers: loops': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 
