@@ -25,6 +25,8 @@ DRAFT_WEIGHTS_NAME = "draft_model_weights.pth"
 DRAFT_FOLDER = "draft"
 """Subfolder of a saved pair that holds its draft in Hugging Face form."""
 DRAFT_PREFIX = "draft_model."
+TARGET_PREFIX = "model.layers."
+"""Start of the names of a target's weights."""
 WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
 """Patterns of weight files in a draft's folder. The first one that matches is used, so pickles come last."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
@@ -70,12 +72,15 @@ def load_draft(path: str | Path) -> dict[str, Tensor]:
 
     A folder holds `draft_model_weights.pth`, or is in Hugging Face form: `config.json` with safetensors or
     `pytorch_model*.bin`. The tensors are mapped from the files, except those stored in 8 bits; no code in them runs.
-    Raises UserError.
+    Raises UserError, also for the weights of a target.
     """
     state: dict[str, Tensor] = {}
     for file in _weight_files(resolve_draft(path)):
         state |= read_weights(file)
-    return dequantized(strip_prefix(state), str(path))
+    state = strip_prefix(state)
+    if any(name.startswith(TARGET_PREFIX) for name in state):
+        raise UserError(f"{path}: holds a target, and no draft; give the .pth file, folder or hub id of a draft")
+    return dequantized(state, str(path))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -138,6 +143,7 @@ def check_draft(
     any. Raises UserError.
     """
     draft = resolve_draft(path)
+    state = load_draft(draft)
     options = draft_settings(draft).options
     if only not in (None, options.architecture):
         raise UserError(f"{path}: a draft of the architecture {options.architecture}; only {only} works here")
@@ -146,7 +152,7 @@ def check_draft(
     options.check_target(config, str(path))
     with without_memory(config):
         layer = draft_class(options.architecture, layer_class, str(path))(config, options)
-    weights = fit_draft(load_draft(draft), layer, str(path))
+    weights = fit_draft(state, layer, str(path))
     return {name: weight.clone() for name, weight in weights.items()}  # no longer mapped from the file
 
 
