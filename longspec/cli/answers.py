@@ -20,11 +20,13 @@ from longspec.inference.device import device_name
 from longspec.inference.engine.requests import Tokens
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
-from longspec.jobs.job import Count, ResumableJob, open_results
-from longspec.jobs.results import Line, Results
+from longspec.jobs.job import Count, Identity, ResumableJob, differences, open_results
+from longspec.jobs.results import Line, Results, json_bytes
 from longspec.models.content import state_digest, target_digest
 from longspec.ranks.replicas import Replicas
+from longspec.replacing import write_atomically
 from longspec.signals import StopSignals
+from longspec.untrusted import read_json
 
 SORTED_BATCHES = 16
 """Prompts, as a multiple of those that are answered at a time, of which the longest starts first."""
@@ -103,7 +105,7 @@ class PromptRun:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the identity, which is in each line."""
+        """A digest of the identity, which is in each line. The file OUTPUT.run.json names its entries."""
         return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def line(self, number: int, tokens: list[int]) -> Line:
@@ -114,8 +116,11 @@ class PromptRun:
         answer = {"text": text, "new_tokens": len(tokens), "finish_reason": "stop" if finished else "length"}
         return self.head(number) | answer | {"run": self.digest}
 
-    def read_line(self, raw: bytes) -> Line:
-        """Check a line of an earlier run, and return its index. Raises ValueError for a line of another run."""
+    def read_line(self, stored: Identity, raw: bytes) -> Line:
+        """Check a line of an earlier run, and return its index. Raises ValueError for a line of another run.
+
+        stored: the earlier run's identity, if it is known.
+        """
         try:
             line = json.loads(raw)
             number = line["index"]
@@ -123,7 +128,11 @@ class PromptRun:
         except (ValueError, TypeError, LookupError):
             is_own = False
         if not is_own:
-            raise ValueError("a line of another pair, of other prompts or of other options")
+            # The sampling options count by name.
+            runs = [{**run, **run.get("sampling", {}), "sampling": None} for run in (stored, self.identity)]
+            differing = differences(*runs) if stored else ""
+            run = f"another run ({differing})" if differing else "another pair, of other prompts or of other options"
+            raise ValueError(f"a line of {run}")
         return {"index": number}
 
 
@@ -142,9 +151,12 @@ def answer_prompts(
     results: Results | StdoutLines = StdoutLines(list(run.token_ids))
     if output is not None:
         path = output.absolute()  # a relative path has no folder of its own
-        first = partial(Results, path, run.read_line, overwrite)
-        results = open_results(first, run.identity, path, run.read_line, replicas)
+        record = path.with_name(f"{path.name}.run.json")
+        read_line = partial(run.read_line, read_json(record) if record.exists() else {})
+        results = open_results(partial(Results, path, read_line, overwrite), run.identity, path, read_line, replicas)
         replicas.rank_zero_first(results.start)
+        if replicas.rank == 0:
+            write_atomically(record, json_bytes(run.identity, indent=1) + b"\n")
     stop.at_once = False
     answered = replicas.gather(_answer_missing(run, results, job))
     if replicas.rank == 0:
@@ -153,6 +165,8 @@ def answer_prompts(
         counts = {"answered": len(results.done), "processes": len(stats), "new_tokens": sum(new_tokens)}
         write_summary(summarize(run, pool(stats)) | counts, summary)
     job.end(len(results.done))
+    if output is not None and replicas.rank == 0:
+        print(f"written to {output}: {len(results.done)} of {len(run.token_ids)} prompts answered")
 
 
 def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: ResumableJob) -> tuple[GenerationStats, int]:

@@ -55,11 +55,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     cut = tmp_path / "cut.jsonl"
     for size in (whole.index(b"\n") + 1, len(whole) // 2, len(whole)):
         cut.write_bytes(whole[:size])
-        invoke(*given, "--output", cut)
+        assert invoke(*given, "--output", cut).stdout == f"written to {cut}: 9 of 9 prompts answered\n"
         assert cut.read_bytes() == whole
-    for change in ("--seed", "--gamma"):
-        error = invoke(*given, "--output", cut, change, 1, code=1).exception
-        assert isinstance(error, UserError) and "line 1: a line of another pair" in str(error)
+    for change, before in (("seed", 0), ("gamma", 4), ("max_new_tokens", 6)):
+        error = invoke(*given, "--output", cut, f"--{change}", 1, code=1).exception
+        assert f"line 1: a line of another run ({change}: {before} there, 1 here); choose" in str(error)
     prompts.write_text(prompts.read_text().replace("p8", "p9"))
     with pytest.raises(UserError, match="line 2: a line of another pair, of other prompts"):
         raise invoke(*given, "--output", cut, code=1).exception

@@ -137,14 +137,11 @@ def test_a_stop_signal_to_one_rank_stops_all_after_their_batches(line: list[str]
 
 
 def test_an_error_on_one_rank_ends_all(line: list[str], tmp_path: Path) -> None:
-    """Each rank says one line: the error, and the end of the others."""
+    """Each rank says one line: the error, and the end of the others. Bad input is one line of all ranks."""
     launch = evaluate(line, tmp_path / "out", fault="1:0:error")
     assert launch.codes == [1, 2], launch.stderr
     error, end = sorted(launch.said)
     assert error == "error: sample 'x': bad" and re.match(LOST, end)
-
-
-def test_bad_input_is_one_line_of_all_ranks(line: list[str], tmp_path: Path) -> None:
     launch = evaluate([*line, "--temperature", "-1"], tmp_path / "out")
     assert launch.codes == [2, 2]
     assert len(launch.said) == 1 and launch.said[0].startswith("error: temperature: -1.0; it must be 0")
@@ -170,7 +167,8 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")])
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
-    assert [file.name for file in tmp_path.glob("out.jsonl*")] == ["out.jsonl"]
+    assert {file.name for file in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.run.json"}
+    assert launch.stdout == f"written to {out}: 13 of 13 prompts answered\n"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["answered"], summary["processes"]) == (13, 2)
 
