@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from longspec.errors import UserError
-from longspec.inference.methods import AUTO, DEFAULT_GAMMA, DEFAULT_SHAPE, METHODS, TREE_RULES, Drafting
+from longspec.inference.methods import AUTO, DEFAULT_GAMMA, DEFAULT_SHAPE, METHODS, TREE_RULES, Drafting, parse_shape
 from longspec.inference.token_options import COMMAND_OPTIONS
 
 DRAFTING = ("method", "tree_shape", "gamma", "tree_rule", "tree_nodes", "lookup_branches")
@@ -20,6 +20,13 @@ class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
     def _get_help_string(self, action: argparse.Action) -> str | None:
         is_told = action.default in (None, ()) or action.default is False or "default:" in (action.help or "")
         return action.help if is_told else super()._get_help_string(action)
+
+
+class _Shape(argparse.Action):
+    """Takes the list of numbers that `parse_shape` reads."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, list(parse_shape(" ".join(values))))
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +61,8 @@ def add_drafting_options(add: Callable[..., Any], method: str) -> None:
     """Add DRAFTING. method: the default one."""
     add("--method", choices=(*METHODS, AUTO), default=method, help="how tokens are proposed")
     shape = list(DEFAULT_SHAPE)
-    add("--tree_shape", type=int, nargs="*", default=shape, help="tree: number of nodes in each level")
+    nodes = "tree: number of nodes in each level, as in 4 16 16 or 4,16,16"
+    add("--tree_shape", action=_Shape, nargs="*", default=shape, help=nodes)
     rule = "how a tree is drafted and accepted above temperature 0"
     add("--tree_rule", choices=TREE_RULES, default=TREE_RULES[0], help=rule)
     add("--tree_nodes", type=int, help="tree: verify this many nodes, the most probable ones; default: the whole tree")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.errors import UserError
+from longspec.inference.methods import parse_shape
 from longspec.inference.token_options import COMMAND_OPTIONS, given_options
 from longspec.models.packaged_targets import SMOLLM2
 
@@ -93,10 +94,7 @@ class DraftingOptions:
         """As arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape."""
         options = {name: value for name, value in vars(self).items() if name != "tree_shape"}
         if self.tree_shape is not None:
-            widths = self.tree_shape.replace(",", " ").split()
-            if not widths or not all(width.isdecimal() for width in widths):
-                raise UserError(f"--tree_shape: {self.tree_shape!r}; give the nodes of each level, as in 4,16,16")
-            options["tree_shape"] = tuple(map(int, widths))
+            options["tree_shape"] = parse_shape(self.tree_shape)
         return options
 
 

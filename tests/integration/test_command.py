@@ -115,7 +115,7 @@ def test_every_method_warms_up_before_it_is_measured(
 
     monkeypatch.setattr(measurement, "generate", spied)
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
-    options = ["--method", method, "--max_gen_len", "20", "--tree_shape", "3", "3", "--temperature", "0.7"]
+    options = ["--method", method, "--max_gen_len", "20", "--tree_shape", "3,3", "--temperature", "0.7"]
     options += ["--seed", "5"]
     summary = main(arguments(target, data, tmp_path / "out", *options))
     (warm_length, warm_up), *measured = calls
@@ -187,6 +187,7 @@ def refused(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     ("options", "complaint"),
     [
         (["--tree_shape", "4", str(VOCAB_SIZE + 1)], f"1 to {VOCAB_SIZE}"),
+        (["--tree_shape", "4,x"], "--tree_shape: '4,x'; give the nodes of each level, as in 4,16,16"),
         (["--max_gen_len", "4090"], "4096 positions"),
         (["--batch_size", "0"], "--batch_size: 0"),
         (["--min_prompt_len", "4000"], "0 prompts kept, 3 left out (3 of 4000 tokens or fewer"),
@@ -240,17 +241,15 @@ def test_a_row_that_does_not_fit_into_memory_is_refused(
     assert make_plan(parse_options(line)).options.batch_size == 100000
 
 
-def test_a_tokenizer_that_is_not_the_targets_is_refused(refused: Refused, tmp_path: Path) -> None:
-    small, mute = tmp_path / "small", tmp_path / "mute"
+def test_a_folder_without_a_checkpoint_or_its_tokenizer_is_refused(
+    refused: Refused, setting: Setting, tmp_path: Path
+) -> None:
+    small, mute, empty = tmp_path / "small", tmp_path / "mute", tmp_path / "empty"
     embeddings = make_pair(small, vocab_size=VOCAB_SIZE - 1).config.vocab_size
     save_tokenizer(small)
     assert f"token ids up to {VOCAB_SIZE - 1}, its model only {embeddings} embeddings" in refused(target=small)
     make_pair(mute, vocab_size=VOCAB_SIZE)
     assert "no tokenizer that loads" in refused(target=mute)
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(refused: Refused, setting: Setting, tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
     empty.mkdir()
     config = json.loads((setting[0] / "config.json").read_text())
     (empty / "config.json").write_text(json.dumps(config))
