@@ -4,6 +4,7 @@ The `deepspeed` command imports torch and DeepSpeed in four processes for a run 
 as long as the run of a test. Tests about the command itself use `training_fixtures.deepspeed_launch`.
 """
 
+import io
 import multiprocessing
 import os
 import runpy
@@ -45,6 +46,7 @@ def _run(script: str, arguments: list[str], variables: dict[str, str], stdout: s
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
+    sys.stdin = io.StringIO(variables.get("STDIN", ""))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

@@ -1,22 +1,28 @@
 """Ranks that share a target compute and decode what one process does, and errors end all ranks."""
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 import torch.distributed as dist
+from forked_ranks import exit_code, kill, start_forked
+from http_server import printable_pair
 from pairs import FAMILIES, make_pair, save_target
 from safetensors.torch import load_file, save_file
 from shared_target_run import SMALL_WINDOW
 from test_command import arguments, lines_of, make_target, write_records
 from torch import Tensor, nn
-from training_fixtures import run_ranks
+from training_fixtures import free_port, launch_environment, run_ranks, wait_until
+from typer.testing import CliRunner
 
-from longspec.cli.options import PairOptions
-from longspec.cli.pair import SamplingOptions, open_pair
+from longspec.cli.app import app
+from longspec.inference import methods
 from longspec.longbench.command import main
 from longspec.models.draft_layer import PUBLISHED, DraftOptions
 from longspec.models.draft_saving import save_draft_file
@@ -91,16 +97,65 @@ def test_an_evaluation_survives_its_ranks_and_writes_what_one_process_writes(tmp
     assert [line["token_ids"] for line in lines_of(shared)] == expected
 
 
-def test_longspec_generate_answers_on_rank_zero(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target")
-    options = ("--model", str(target), "--method", "lookup", "--device", "cpu", "--max_new_tokens", "6")
-    ran = run_ranks("longspec/__main__.py", "generate", "x = 1", "y = 22", *options, "--tp_size", "2")
-    assert ran.code == 0, ran.stderr[-4000:]
-    pair = open_pair(PairOptions(str(target), device="cpu"), "lookup")
-    output = pair.generate(pair.encode(["x = 1", "y = 22"]), SamplingOptions(6))
-    own = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    expected = [pair.tokenizer.decode(tokens, **own) for tokens in output.new_tokens]
-    assert [json.loads(line)["text"] for line in ran.stdout.splitlines()] == expected
+def answer(command: str, work: Path, *options: str, temperature: str = "0", ranks: int = 1) -> str:
+    """What a command answers to "hi" with the pair in WORK/pair, in this process or on ranks that share the target."""
+    out, asked, many = work / f"out-{len(list(work.iterdir()))}", work / "asked.jsonl", command == "regenerate"
+    asked.write_text('{"prompt": "hi"}\n')
+    files = ["--files", str(asked), "--output_dir", str(out)] if many else [] if command == "chat" else [str(asked)]
+    line = [command, "--target" if many else "--model", str(work / "pair"), *files, "--device", "cpu", "--seed", "3"]
+    line += ["--max_new_tokens", "9", f"--temperature{'s' * many}", temperature, *options]
+    if ranks == 1:
+        alone = CliRunner().invoke(app, line, input="hi\n")
+        code, stdout, stderr = alone.exit_code, alone.stdout, repr(alone.exception)
+    else:
+        code, _, stdout, stderr = run_ranks("longspec/__main__.py", *line, "--tp_size", str(ranks), STDIN="hi\n")
+    assert code == 0, stderr[-4000:]
+    if command == "chat":
+        return stdout.split("commands.\n")[1].splitlines()[0]
+    record = json.loads((out / "train.jsonl").read_text() if many else stdout)
+    return record["messages"][-1]["content"] if many else record["text"]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "regenerate"])
+def test_each_command_answers_on_rank_zero_what_one_process_does(command: str, tmp_path: Path) -> None:
+    printable_pair(tmp_path / "pair")
+    assert answer(command, tmp_path, ranks=2) == answer("generate", tmp_path)
+
+
+def test_ranks_that_share_a_target_serve_it_until_a_signal(tmp_path: Path) -> None:
+    printable_pair(tmp_path / "pair")
+    log, port = tmp_path / "log", free_port()
+    line = ["serve", str(tmp_path / "pair"), "--device", "cpu", "--tp_size", "2", "--port", str(port)]
+    ranks = start_forked("longspec/__main__.py", line, 2, free_port(), launch_environment(), log, log)
+    try:
+        wait_until(lambda: log.exists() and "listening on" in log.read_text(), log)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0}
+        reply = client.chat.completions.create(model=str(tmp_path / "pair"), **asked)
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        assert exit_code(ranks, 60) == 128 + signal.SIGTERM, log.read_text()
+    finally:
+        kill(ranks)
+    assert reply.choices[0].message.content == answer("generate", tmp_path)
+
+
+FILTERS = (("--min_p", "1"), ("--epsilon_cutoff", "0.999"), ("--top_k", "1"), ("--top_p", "1e-6"))
+"""Each keeps the most probable token alone."""
+TREE = ("--method", "tree", "--tree_shape", "2,3", "--tree_rule", "descend", "--tree_nodes", "4", "--lookup_branches")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "regenerate"])
+def test_filters_and_options_of_trees_reach_the_engine(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printable_pair(tmp_path / "pair")
+    greedy = answer(command, tmp_path)
+    assert answer(command, tmp_path, temperature="2") != greedy
+    assert all(answer(command, tmp_path, *option, temperature="2") == greedy for option in FILTERS)
+    drafted, real = [], methods.make_drafter
+    monkeypatch.setattr(methods, "make_drafter", lambda *given: drafted.append(given[0]) or real(*given))
+    assert answer(command, tmp_path, *TREE) == greedy
+    assert set(drafted) == {methods.Drafting("tree", (2, 3), 4, "descend", 4, True)}
 
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
