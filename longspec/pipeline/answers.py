@@ -35,11 +35,16 @@ def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
             facts = asdict(run)
             del facts["output_dir"]
             claim(_output(run).with_suffix(".settings.json"), facts)
-        if all(_output(run).exists() for run in runs):
+        if text_is_written(own, settings, root):
             continue
         shared = settings.tp_size > 1
         ranks = settings.tp_size if shared else count * max(1, torch.cuda.device_count())
         share_work(write_share, settings, root, ranks, *own)
+
+
+def text_is_written(names: Sequence[str], settings: Settings, root: Path) -> bool:
+    """Whether the text of some runs exists, for the prompts that exist."""
+    return all(_output(run).exists() for name in names for run in _runs(name, settings, root))
 
 
 def write_share(settings: Settings, root: Path, replicas: Replicas, *names: str) -> None:

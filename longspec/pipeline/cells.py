@@ -3,15 +3,18 @@
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.jobs.job import differences
 from longspec.pipeline.files import OtherSettings, prompts_file, read_jsonl
 from longspec.pipeline.settings import EvaluationSettings, MethodSettings
 
 CELL_KEY = ("task", "context", "method", "temperature")
+GRID = ("name", "temperatures", "prompts", "tasks", "contexts")
+"""Settings of a method that choose cells and prompts, and change no sample."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,12 @@ class Cell:
     @property
     def key(self) -> dict[str, Any]:
         return dict(zip(CELL_KEY, (self.task, self.context, self.method.name, self.temperature), strict=True))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What else determines the samples: the options of the method, and the task's number of new tokens."""
+        options = {name: value for name, value in asdict(self.method).items() if name not in GRID}
+        return options | {"method": self.method.kind, "max_new_tokens": self.max_new_tokens}
 
     def prompt_seed(self, name: str) -> int:
         """The seed for decoding the prompt with id `name`. It differs between prompts and is shared by all methods."""
@@ -56,20 +65,22 @@ def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
 
 
 class SampleFile:
-    """One JSON line per sample. An incomplete last line is removed, so that its sample is measured again."""
+    """One JSON line per sample. An incomplete last line does not count, so its sample is measured again."""
 
     def __init__(self, folder: Path, part: int = 0) -> None:
         """part: index of the device that appends. Samples of all devices in `folder` count as measured."""
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"samples-{part}.jsonl"
-        written = self.path.read_bytes() if self.path.exists() else b""
-        if written and not written.endswith(b"\n"):
-            with self.path.open("r+b") as handle:
-                handle.truncate(written.rfind(b"\n") + 1)
         self.samples = {sample_key(line): line for line in read_samples(folder)}
 
+    def start(self) -> None:
+        """Remove an incomplete last line, before the first sample is appended."""
+        if self.path.exists():
+            with self.path.open("r+b") as handle:
+                handle.truncate(handle.read().rfind(b"\n") + 1)
+
     def missing(self, cell: Cell) -> list[dict[str, Any]]:
-        """The prompts of a cell without a sample. Raises OtherSettings for a sample of another prompt with its id."""
+        """The prompts of a cell without a sample. Raises OtherSettings for a sample of another prompt with its id, or
+        of other options. Older samples do not state theirs."""
         missing = []
         for prompt in cell.prompts:
             measured = self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))
@@ -77,6 +88,11 @@ class SampleFile:
                 missing.append(prompt)
             elif measured["prompt"] != prompt_digest(prompt):
                 raise OtherSettings(f"{self.path.parent}: contains samples of other prompts; remove this folder")
+            elif differing := differences(measured.get("options", cell.options), cell.options):
+                raise OtherSettings(
+                    f"{self.path.parent}: contains samples of {cell.task}, {cell.method.name} with other options "
+                    f"({differing}); rename the method, or remove this folder"
+                )
         return missing
 
     def answer(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:

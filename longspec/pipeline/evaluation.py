@@ -47,18 +47,23 @@ def _draft(settings: Settings, root: Path) -> str:
 
 def evaluate(settings: Settings, root: Path) -> None:
     """Measure the missing samples. Raises UserError if the draft does not exist or a process fails, OtherSettings for a
-    folder with samples of another draft, target, device or version."""
+    folder with samples of another draft, target, device or version, of other prompts or of other options."""
     if settings.evaluation.draft is None and not final_draft(settings, root).exists():
         raise UserError(f"{final_draft(settings, root)}: no such draft; train it first, or set evaluation.draft")
-    folder = evaluation_folder(root)
-    samples = SampleFile(folder)
-    if any(samples.missing(cell) for cell in cells(settings.evaluation, root)):
+    if missing_samples(settings, root):
         facts: dict[str, Any] = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
         facts |= {"device": device_name(choose_device(None)), "versions": versions()}
         # Here and not in the step's processes, whose errors reach this one as an exit code only.
-        claim(folder / FACTS, facts)
+        claim(evaluation_folder(root) / FACTS, facts)
         ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
         share_work(measure, settings, root, ranks)
+
+
+def missing_samples(settings: Settings, root: Path) -> int:
+    """The number of samples to measure, as far as their prompts are written. Raises OtherSettings as `evaluate` does
+    for samples that exist."""
+    samples = SampleFile(evaluation_folder(root))
+    return sum(len(samples.missing(cell)) for cell in cells(settings.evaluation, root))
 
 
 def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
@@ -67,6 +72,7 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     folder = evaluation_folder(root)
     decoder = Decoder(settings.target, _draft(settings, root), replicas.device(None))
     samples = SampleFile(folder, replicas.rank)
+    samples.start()
     # All methods of a task and context run on the same device, because they are compared.
     grid = cells(settings.evaluation, root)
     groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
@@ -124,6 +130,7 @@ class Decoder:
             figures |= forced_acceptance(self.model, ids, answer, method.tree_shape, method.drafter)
         return {
             **cell.key,
+            "options": cell.options,
             "id": prompt["id"],
             "prompt": prompt_digest(prompt),
             "prompt_tokens": len(ids),

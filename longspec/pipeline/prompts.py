@@ -41,6 +41,9 @@ CANDIDATES = 300
 EDIT = "Add the comment `# reviewed` as the first line of this file, and return the whole file.\n\n```python\n{text}```"
 QUOTE = "{text}\n\nRepeat the text above word for word."
 """Prompts whose answers copy a part of the prompt."""
+KEYS = {"document": "documents", "chat": "chat", OWN: "text"}
+KEYS |= dict.fromkeys(("quote", "qmsum", "gsm8k", "aime24"), "benchmarks")
+"""Key of the settings that a task has its text from, if it is not code."""
 TRIES = 200
 """Maximum number of documents tried per prompt. Most are rejected by their length alone."""
 
@@ -56,29 +59,21 @@ def write_prompts(settings: Settings, root: Path) -> None:
     common |= {"text": settings.text} if settings.text else {}
     folders = {"benchmarks": settings.benchmarks, "documents": settings.documents}
     common |= {name: folder and str(Path(folder).absolute()) for name, folder in folders.items()}
-    missing: dict[str, dict[str, list[int]]] = {}
     for split in SPLITS:
-        lengths_by_group = {group: lengths for group, lengths in planned_lengths(settings, split).items() if lengths}
         facts = {
             group: {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)}
-            for group, lengths in lengths_by_group.items()
+            for group, lengths in planned_lengths(settings, split).items()
         }
         claim(root / "prompts" / split / "settings.json", common | facts, added=list(folders))
-        missing[split] = {
-            group: lengths
-            for group, lengths in lengths_by_group.items()
-            if not prompts_file(root, split, group).exists()
-        }
-    lacks_source = count and not source.exists()
-    if not any(missing.values()) and not lacks_source:
+    if prompts_are_written(settings, root):
         return
 
     target = TargetText.load(settings.target)
     code = read_code(settings.code, settings.seed)
-    if lacks_source:
+    if count and not source.exists():
         write_source(code["train"], count, settings.seed, source)
     own = read_own(settings, target)
-    for split, lengths_by_group in missing.items():
+    for split in SPLITS:
         texts = read_texts(settings.benchmarks, settings.documents, split)
         texts.own, texts.code = own[split], code[split]
         file = answers_file(root, "chat", split)
@@ -88,10 +83,22 @@ def write_prompts(settings: Settings, root: Path) -> None:
         with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [
                 pool.submit(write_group, makers, group, lengths, settings.seed, prompts_file(root, split, group))
-                for group, lengths in lengths_by_group.items()
+                for group, lengths in missing_groups(settings, root, split).items()
             ]
         for task in tasks:
             task.result()
+
+
+def prompts_are_written(settings: Settings, root: Path) -> bool:
+    """Whether all groups of prompts and the source files exist."""
+    has_source = not settings.code.train_files or answers_file(root, SOURCE, "train").exists()
+    return has_source and not any(missing_groups(settings, root, split) for split in SPLITS)
+
+
+def missing_groups(settings: Settings, root: Path, split: str) -> dict[str, list[int]]:
+    """Length of every prompt in the groups without a file, by group."""
+    planned = planned_lengths(settings, split)
+    return {group: lengths for group, lengths in planned.items() if not prompts_file(root, split, group).exists()}
 
 
 def write_source(files: Sequence[SourceFile], count: int, seed: int, file: Path) -> None:
@@ -106,25 +113,29 @@ def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, fil
     """Write the prompts of one group."""
     records = list(makers.records(group, lengths, random.Random(f"{seed}/{makers.split}/{group}")))
     write_atomically(file, "".join(json.dumps(record) + "\n" for record in records), make_folder=True)
-    skipped = f", {len(lengths) - len(records)} skipped" if len(records) < len(lengths) else ""
-    tqdm.write(f"prompts, {makers.split}, {group}: {len(records)}{skipped}")
+    line = f"prompts, {makers.split}, {group}: {len(records)}"
+    if skipped := len(lengths) - len(records):
+        line += f", {skipped} skipped ({makers.reason(group)})"
+    tqdm.write(line)
 
 
 def planned_lengths(settings: Settings, split: str) -> dict[str, list[int]]:
-    """Length of every prompt in tokens, by group; 0 is the bare question."""
+    """Length of every prompt in tokens, by group with prompts; 0 is the bare question."""
     if split == "test":
         count = settings.prompts.test
         return {
             name: [context for context in task.contexts for _ in range(task.prompts or count)]
             for name, task in settings.evaluation.tasks.items()
+            if task.contexts
         }
     chance = random.Random(f"{settings.seed}/{split}/lengths")
     lengths: dict[str, list[int]] = {}
     for group, count in getattr(settings.prompts, split).items():
         shortest, longest = length_range(settings, group)
         logs = math.log(max(1, shortest)), math.log(max(1, longest))
-        # Evenly spread logarithms, because long prompts take most of the time.
-        lengths[group] = [round(math.exp(chance.uniform(*logs))) if longest else 0 for _ in range(count)]
+        if count:
+            # Evenly spread logarithms, because long prompts take most of the time.
+            lengths[group] = [round(math.exp(chance.uniform(*logs))) if longest else 0 for _ in range(count)]
     return lengths
 
 
@@ -150,7 +161,7 @@ class Makers:
 
     def records(self, group: str, lengths: list[int], chance: random.Random) -> Iterator[Record]:
         """Prompts of at most these lengths in tokens (0: the bare question). A document recurs after all were used."""
-        task = group.removesuffix("-long").removesuffix("-short")
+        task = _task_of(group)
         documents, make = self._documents(task)
         order: list[Any] = []
         bar = tqdm(lengths, desc=f"{self.split} {group}", disable=None, leave=False)
@@ -161,6 +172,12 @@ class Makers:
                 if record is not None:
                     yield {"id": f"{group}-{self.split}-{number}", "task": task, "length": length, **record}
                     break
+
+    def reason(self, group: str) -> str:
+        """Why prompts of a group are skipped."""
+        task = _task_of(group)
+        documents, _ = self._documents(task)
+        return "no text is long enough" if documents else f"config key {KEYS.get(task, 'code')}: no text of this split"
 
     def _documents(self, task: str) -> tuple[Sequence[Any], Make]:
         """The documents of a task, and the function that makes a prompt from one of them."""
@@ -255,6 +272,10 @@ class Makers:
             if room < (1 - SHORTEST) * tokens:
                 return {"messages": [*earlier, *asked]}
         return None
+
+
+def _task_of(group: str) -> str:
+    return group.removesuffix("-long").removesuffix("-short")
 
 
 def _beginning(text: str, tokens: int, chance: random.Random) -> str:

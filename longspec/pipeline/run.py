@@ -16,19 +16,19 @@ from longspec.inference.pairs import PAIRS
 from longspec.locks import locked
 from longspec.models.draft_files import check_draft
 from longspec.models.families import family_class
-from longspec.pipeline.answers import CHAT, write_text
+from longspec.pipeline.answers import CHAT, text_is_written, write_text
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
-from longspec.pipeline.evaluation import evaluate
+from longspec.pipeline.evaluation import evaluate, evaluation_folder, missing_samples
 from longspec.pipeline.files import OtherSettings, read_jsonl, settings_file
-from longspec.pipeline.probes import write_probes
-from longspec.pipeline.prompts import write_prompts
+from longspec.pipeline.probes import probe_file, write_probes
+from longspec.pipeline.prompts import prompts_are_written, write_prompts
 from longspec.pipeline.published import write_draft
 from longspec.pipeline.report import measured, write_page
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
-from longspec.pipeline.training import check_trainer, train
+from longspec.pipeline.training import check_trainer, is_trained, train
 from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
@@ -38,6 +38,8 @@ TIMES = "seconds.jsonl"
 """File with the seconds of each step and their estimate."""
 DONE_S = 3
 """A step that takes less was done before, and says nothing about the speed."""
+Done = dict[str, str]
+"""What to say of each step that an earlier run has finished, by name."""
 Steps = dict[str, Callable[[], object]]
 """The steps by name, in order. The names are those of the estimate."""
 
@@ -59,9 +61,12 @@ def draft(options: argparse.Namespace, command: str) -> None:
     if settings.chat.train or settings.chat.test:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
     fault = _trainer_fault(settings, target, text.path, options.dry_run)
-    steps, planned = steps_of(settings, root), estimate(settings, target, machine)
-    plan = plan_lines(settings, target, machine, planned, root)
-    refusal = fault or _refusal(3600 * 2 * (options.hours or HOURS), target, machine, planned, root)
+    steps, planned, done = steps_of(settings, root), estimate(settings, target, machine), finished(settings, root)
+    plan = plan_lines(settings, target, machine, planned, root, done)
+    if settings.text and (options.text or "prompts" not in done):
+        PromptFiles(tuple(settings.text))  # checks all records, which a later step reads
+    hours = options.hours or max(HOURS, settings.hours or 0)
+    refusal = fault or _refusal(3600 * 2 * hours, target, machine, planned, root)
     if options.dry_run:
         print("".join(f"# {line}\n" for line in plan) + settings_yaml(settings), end="")
         if refusal:
@@ -77,7 +82,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
         before = file.read_text() if file.exists() else settings_yaml(settings)
         write_atomically(file, settings_yaml(settings))
         try:
-            run_steps(steps, root, planned)
+            run_steps(steps, root, planned, done)
         except OtherSettings:
             write_atomically(file, before)  # with which the folder's run continues
             raise
@@ -99,6 +104,9 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
             raise UserError(f"{override}: not an override; the argument TARGET names the target")
     overrides = [f"target={options.target}", *options.overrides]
     if options.config:
+        for name in ("hours", "contexts"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name}: not with --config, which has all sizes; change them there or by key=value")
         settings = load_settings(options.config, overrides)
         settings.text = texts or settings.text
     elif settings_file(root).exists():
@@ -135,10 +143,10 @@ def steps_of(settings: Settings, root: Path) -> Steps:
     return steps | {"evaluation": partial(evaluate, settings, root)}
 
 
-def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
+def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
     """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
     spent = expected = 0.0
-    names, done = list(steps), finished(root, planned)
+    names = list(steps)
     for number, (name, step) in enumerate(steps.items()):
         pace = spent / expected if expected else 1.0
         left = sum(planned.seconds[later] for later in names[number:] if later not in done) * pace
@@ -156,13 +164,21 @@ def run_steps(steps: Steps, root: Path, planned: Estimate) -> None:
                 times.write(json.dumps(line) + "\n")
 
 
-def finished(root: Path, planned: Estimate) -> dict[str, str]:
-    """What to say of each step that an earlier run has finished, by name. Its estimate of a step is another one if the
-    settings now ask for more, such as further samples."""
+def finished(settings: Settings, root: Path) -> Done:
+    """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings."""
+    has_prompts = prompts_are_written(settings, root)
+    complete = {
+        CHAT: text_is_written([CHAT], settings, root),
+        "prompts": has_prompts,
+        "answers": has_prompts and text_is_written(list(settings.answers), settings, root),
+        "probes": all(probe_file(root, name).exists() for name in settings.probes),
+        **{name: is_trained(name, settings, root) for name in settings.training.stages},
+        "evaluation": evaluation_folder(root).exists() and not missing_samples(settings, root),
+    }
     lines = read_jsonl(root / TIMES) if (root / TIMES).exists() else []
-    now = {name: round(seconds, 1) for name, seconds in planned.seconds.items()}
-    times = {line["step"]: line["seconds"] for line in lines if line["estimate"] == now.get(line["step"])}
-    return {name: f"done in {took:,.0f} s" if took > DONE_S else "done" for name, took in times.items()}
+    seconds = {line["step"]: line["seconds"] for line in lines}
+    took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
+    return {name: f"done in {time:,.0f} s" if time > DONE_S else "done" for name, time in took.items()}
 
 
 def duration(seconds: float) -> str:
@@ -172,7 +188,9 @@ def duration(seconds: float) -> str:
     return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {seconds / 3600:,.1f} hours"
 
 
-def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Estimate, root: Path) -> list[str]:
+def plan_lines(
+    settings: Settings, target: Target, machine: Machine, planned: Estimate, root: Path, done: Done
+) -> list[str]:
     """What the run will do, for the user to confirm. All times are estimates."""
     shared = f", shared by {settings.tp_size} GPUs (training: ZeRO-3)" if settings.tp_size > 1 else ""
     lines = [
@@ -181,7 +199,6 @@ def plan_lines(settings: Settings, target: Target, machine: Machine, planned: Es
         f"machine: {machine.name}; memory of the target: {target.bytes / GIB:.3g} GiB in bf16{shared}",
         f"output: {root}, about {planned.disk / GIB:.2g} GiB",
     ]
-    done = finished(root, planned)
     for name, seconds in planned.seconds.items():
         amount = f", {planned.tokens[name] / 1e6:,.3g}M tokens" if name in planned.tokens else ""
         lines.append(f"  {name}: {done.get(name, duration(seconds))}{amount}")
@@ -207,7 +224,8 @@ def _refusal(limit: float, target: Target, machine: Machine, planned: Estimate, 
     if not machine.gpus and planned.total > limit:
         return (
             f"{target.name}: this would take {duration(planned.total)} on {machine.name}, more than twice --hours; run "
-            "it on a machine with a GPU, allow it with a larger --hours, or give smaller settings with --config"
+            "it on a machine with a GPU, allow it with a larger --hours (next to --config: hours=N), or give smaller "
+            "settings with --config"
         )
     if planned.disk > (free := free_disk(root)):
         return f"--output_dir {root}: needs about {planned.disk / GIB:.2g} GiB, {free / GIB:.2g} GiB are free"

@@ -153,6 +153,12 @@ def is_finished(folder: Path, steps: int) -> bool:
     return bool(done) and done[0]["step"] >= steps and (folder / CHECKPOINT).is_dir()
 
 
+def is_trained(name: str, settings: Settings, root: Path) -> bool:
+    """Whether a stage is finished."""
+    stage = settings.training.stages[name]
+    return is_finished(run_folder(root, settings.seed) / name, stage.overrides.get("max_steps", stage.steps))
+
+
 def stage_row(folder: Path, stage: StageSettings) -> dict[str, Any] | None:
     """Steps, seconds and the trainer's evaluation after the last step; None for a stage that is not finished."""
     steps = stage.overrides.get("max_steps", stage.steps)

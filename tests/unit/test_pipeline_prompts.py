@@ -15,7 +15,7 @@ from longspec.errors import UserError
 from longspec.longbench.tasks import TASKS
 from longspec.pipeline import prompts, sources
 from longspec.pipeline.files import answers_file, read_jsonl
-from longspec.pipeline.prompts import Makers, write_prompts
+from longspec.pipeline.prompts import Makers, write_group, write_prompts
 from longspec.pipeline.settings import CodeSettings, load_settings
 from longspec.pipeline.sources import SourceFile, Texts, read_code, read_own, read_texts, sample_files, split_of
 from longspec.pipeline.target import CHAT_FORMAT, TargetText
@@ -55,6 +55,15 @@ def test_prompts_have_the_requested_length(target: TargetText, texts: Path, task
         assert ("prefix" in record) == (task in ("lcc", "repobench-p")), "code is continued without a chat"
 
 
+def test_prompts_that_are_skipped_are_counted_with_the_reason(
+    target: TargetText, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    makers = Makers(target, Texts(code=code_files(1)), "test")
+    for group, reason in (("lcc-short", "no text is long"), ("qmsum", "config key benchmarks: no text of this split")):
+        write_group(makers, group, [99_999] * 3, 0, tmp_path / "group.jsonl")
+        assert f"prompts, test, {group}: 0, 3 skipped ({reason}" in capsys.readouterr().out
+
+
 def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> None:
     makers = Makers(target, replace(read_texts(str(texts), None, "test"), code=code_files(3)), "test")
     (code,) = makers.records("lcc", [600], random.Random(0))
@@ -67,16 +76,13 @@ def test_prompts_have_the_benchmark_wording(target: TargetText, texts: Path) -> 
     assert question["messages"][0]["content"].startswith("test ")
 
 
-def test_splits_of_texts_share_nothing(texts: Path) -> None:
+def test_splits_of_texts_share_nothing_and_a_record_without_its_field_is_one_line(texts: Path, tmp_path: Path) -> None:
     by_split = [read_texts(str(texts), None, split) for split in SPLITS]
     for attribute in ("questions", "meetings"):
         sets = [set(map(str, getattr(split, attribute))) for split in by_split]
         assert all(sets) and not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])
     assert [len(split.problems) for split in by_split] == [0, 0, 1]
     assert not read_texts(None, None, "test").questions
-
-
-def test_a_record_without_its_field_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "gsm8k_train.jsonl").write_text('{"source": "1 + 1?", "target": "2"}\n{"source": "2 + 2?"}\n')
     with pytest.raises(UserError, match=r"gsm8k_train.jsonl, line 2: field 'target' must be a string"):
         read_texts(str(tmp_path), None, "train")

@@ -1,7 +1,6 @@
 """The plan of `longspec draft`: sizes that follow from target, machine and hours, and its refusals."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,11 +15,13 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.pipeline import command, evaluation, run
+from longspec.pipeline.cells import cells, prompt_digest
 from longspec.pipeline.estimates import FILE_TOKENS, Estimate, Machine, Target, estimate
-from longspec.pipeline.files import prompts_file
+from longspec.pipeline.files import answers_file, prompts_file
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
+from longspec.regenerate.settings import SPLITS
 from longspec.replacing import write_atomically
 from longspec.train.config import compose_config
 
@@ -94,19 +95,15 @@ def test_stage_1_reads_about_as_many_tokens_of_source_files_as_of_the_targets_ow
         tokens = estimate(settings, QWEN, H100).tokens
         assert 1 < settings.code.train_files * FILE_TOKENS / (tokens["chat"] + tokens["answers"]) < 3, "read twice"
         assert sorted(settings.training.stages["stage1"].answers) == ["chat", "chat", "short", "short", "source"]
-    assert chosen_settings(QWEN, H100, 0.1, 16384, draft="me/draft").code.train_files == 0
 
 
-def test_the_users_prompts_are_trained_on_and_measured() -> None:
+def test_the_users_prompts_are_trained_on_and_measured_and_the_evaluation_of_a_draft_trains_nothing() -> None:
     settings = chosen_settings(QWEN, H100, 0.5, 32768, ["own.jsonl"], 90)
     assert settings.prompts.train["own"] == 90 and "own" in settings.answers["short"].prompts
     assert settings.evaluation.tasks["own"].contexts == [0]
-
-
-def test_the_evaluation_of_a_draft_trains_nothing() -> None:
     settings = chosen_settings(QWEN, H100, 0.1, 16384, draft="me/draft")
     assert settings.evaluation.draft == "me/draft" and settings.chat.train == 0 and settings.chat.test > 0
-    assert not settings.training.stages and not settings.answers and not settings.probes
+    assert not (settings.training.stages or settings.answers or settings.probes or settings.code.train_files)
     assert max(settings.evaluation.tasks["lcc"].contexts) < 16384
     assert settings.evaluation.methods[0].prompts > 3, "the time is spent on samples"
 
@@ -122,7 +119,8 @@ def test_a_large_target_on_a_cpu_is_refused_with_an_estimate(
     line = refusal(command.main, [str(folder), "--output_dir", str(root)])
     assert not root.exists()
     assert "this would take about" in line and "hours on 2 CPU cores, more than twice --hours; run it on a" in line
-    command.main([str(folder), "--output_dir", str(root), "--dry_run"])
+    for more in ("hours=1e9", "seed=0"):  # the first one allows it
+        command.main([str(folder), "--output_dir", str(root), "--dry_run", more])
     (note,) = capsys.readouterr().err.splitlines()
     assert note.startswith("note: the plan is for this machine, where the run is refused: ")
     assert note.endswith(line.removeprefix("error: "))
@@ -138,12 +136,6 @@ def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, refusal:
     ):
         assert problem in refusal(command.main, [str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
         assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("option", "value"), [("hours", "nan"), ("contexts", "-5")])
-def test_times_and_lengths_that_are_not_positive_are_refused(option: str, value: str, refusal: Refusal) -> None:
-    error = refusal(command.main, ["target", f"--{option}={value}", "--dry_run"])
-    assert re.fullmatch(rf"error: --{option} \S+: must be a positive number", error)
 
 
 def test_a_dry_run_prints_a_file_for_config(
@@ -180,11 +172,20 @@ def test_another_plans_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ("training.stages.stage2.overrides.model.window=1", "stages.stage2.overrides.model.window: 1; it must"),
         ("probes.layers.shared.foo=1", "config key probes.layers.shared.foo: no such key"),
         ("probes.layers.candidates.x={model.kv_layers: [99]}", "candidates.x.model.kv_layers: the draft's"),
+        ("--text=/nope.jsonl", "no data file at '/nope.jsonl'"),
+        ("--hours=nan", "error: --hours nan: must be a positive number"),
+        ("--contexts=-5", "error: --contexts -5: must be a positive number"),
+        ("--hours=2", "--hours: not with --config, which has all sizes; change them there or by key=value"),
+        ("--contexts=64", "--contexts: not with --config"),
+        ("--evaluate=target", "/target: holds a target, and no draft; give the .pth file, folder or hub id of a draft"),
     ],
 )
-def test_a_mistake_is_found_before_any_work(override: str, message: str, tmp_path: Path, refusal: Refusal) -> None:
-    """Also in values of the trainer, which would refuse them after the text is written."""
+def test_a_mistake_is_found_before_any_work(
+    override: str, message: str, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in values of the trainer and in files, which later steps read."""
     folder = make_chat_target(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
     line = [str(folder), "--config", str(ROOT / "tests" / "tiny_draft.yaml"), "--output_dir", f"{tmp_path}/out"]
     command.main([*line, "--dry_run", "training.stages.stage1.overrides.optimizer=muon"])  # which a GPU takes
     for start in ("--yes", "--dry_run"):
@@ -210,19 +211,28 @@ def test_refused_settings_do_not_replace_those_of_the_folder(
     for draft, message in ("a", "stopped here"), ("b", "draft: other content"), (None, "stopped here"):
         assert message in refusal(command.main, [*line, f"evaluation.draft={draft}"] if draft else line)
     assert measured == ["a", "a"]
+    cell = next(cells(load_settings(root / "settings.yaml").evaluation, root))  # that of vanilla
+    sample = {**cell.key, "options": cell.options, "id": 0, "prompt": prompt_digest(cell.prompts[0])}
+    write_atomically(root / "evaluation" / "samples-1.jsonl", json.dumps(sample) + "\n")
+    for override, change in (
+        ("methods=[{name: vanilla, prompts: 1, tree_shape: [2]}]", "tree_shape: [4, 16, 16, 16, 16] there, [2] here"),
+        ("methods=[{name: vanilla, prompts: 1, method: auto}]", 'method: "vanilla" there, "auto" here'),
+        ("tasks={everyday: {contexts: [0], max_new_tokens: 9}}", "max_new_tokens: 256 there, 9 here"),
+    ):
+        error = refusal(command.main, [*line, f"evaluation.{override}"])
+        assert f"contains samples of everyday, vanilla with other options ({change}); rename the method, or" in error
+    assert "stopped here" in refusal(command.main, line)
 
 
-def test_finished_steps_are_shown_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless the settings now ask for more."""
+def test_steps_whose_files_are_complete_are_shown_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "seconds.jsonl").write_text('{"step": "chat", "seconds": 9.6, "estimate": 60.0}\n')
-    settings, steps = chosen_settings(QWEN, H100, 0.5, 32768), dict.fromkeys(("chat", "evaluation"), lambda: None)
-    shown = (
-        ("done in 10 s", "about 30 s left in all"),
-        ("about 80 s", "about 80 s left in all"),
-        ("done", "nothing left"),
-    )
-    for seconds, (chat, left) in zip((60.0, 80.0, 80.0), shown, strict=True):
-        planned = Estimate({"chat": seconds, "evaluation": 30.0}, {}, 0)
-        assert f"  chat: {chat}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path)
-        run.run_steps(steps, tmp_path, planned)
+    settings, planned = chosen_settings(QWEN, H100, 0.5, 32768), Estimate({"chat": 60.0, "evaluation": 20.0}, {}, 0)
+    files = [answers_file(tmp_path, "chat", split) for split in SPLITS]
+    for file in files:
+        write_atomically(file, "", make_folder=True)
+    for chat, left in (("done in 10 s", "about 20 s left in all"), ("about 60 s", "about 80 s left in all")):
+        done = run.finished(settings, tmp_path)
+        assert f"  chat: {chat}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path, done)
+        run.run_steps(dict.fromkeys(planned.seconds, lambda: None), tmp_path, planned, done)
         assert f"step 1 of 2: chat, {chat}; {left}\n" in capsys.readouterr().out
+        files[1].unlink(missing_ok=True)
