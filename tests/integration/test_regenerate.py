@@ -103,6 +103,7 @@ def test_a_lost_shard_is_written_again_as_it_was(target: Path, questions: Path, 
 
 
 def test_the_target_writes_user_turns_that_no_other_split_has(target: Path, tmp_path: Path) -> None:
+    assert user_turn_marks(byte_tokenizer(TEMPLATE)) == ("<|im_start|>user\n", "<|im_end|>\n")
     turns = {"count": 16, "max_turn_tokens": 48, "temperatures": (1.0,)}
     train = regenerate(settings(target, tmp_path, **turns))
     test = regenerate(settings(target, tmp_path, **turns, split="test", exclude=(str(train),)))
@@ -124,17 +125,13 @@ def test_no_two_splits_shards_or_uses_share_a_seed(tmp_path: Path) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_loops_are_told_from_text_even_at_its_end() -> None:
-    text = list(range(300))
-    assert not loops(text) and not loops([]) and not loops([1, 2])
-    assert loops([1, 2, 3] * 20)
-    assert loops(text + [7, 8, 9] * 40)
-
-
 def test_an_answer_is_kept_up_to_its_repetition_loop(
     target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Loops are told from text even at its end."""
     text, loop = list(range(40, 80)), [50, 51, 52] * 60
+    assert not any(map(loops, (list(range(300)), [], [1, 2])))
+    assert loops([1, 2, 3] * 20) and loops([*range(300), *[7, 8, 9] * 40])
 
     def answer_all(model: Any, drafting: Any, requests: Any, rows: Any, listener: Listener, window: Any) -> None:
         for number, ids in enumerate([[*text, *loop, 2], text + loop, [*loop, 2], [*text, 2]]):
@@ -145,12 +142,6 @@ def test_an_answer_is_kept_up_to_its_repetition_loop(
     written = read(regenerate(settings(target, tmp_path, files=(str(questions),), count=4)))
     assert [(record["new_tokens"], record["finished"]) for record in written] == [(46, False), (46, False), (41, True)]
     assert "'answers: loops': 1" in (tmp_path / "train.provenance.yaml").read_text()
-
-
-def test_user_turns_open_as_the_chat_template_says() -> None:
-    assert user_turn_marks(byte_tokenizer(TEMPLATE)) == ("<|im_start|>user\n", "<|im_end|>\n")
-    with pytest.raises(UserError, match="no chat template"):
-        user_turn_marks(byte_tokenizer())
 
 
 def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,8 @@ def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:
             load(TINY, *paths, f"model.window={window}", variant)
 
 
-def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: Path) -> None:
+def test_saved_pairs_and_checkpoints_bring_their_drafts_to_training(paths: list[str], tmp_path: Path) -> None:
+    """A checkpoint's draft replaces the experiment's default, but not one given on the command line."""
     config = load(TINY, *paths)
     make_pair(tmp_path / "target").save_pretrained(tmp_path / "pair")
     for name, draft in (("target", None), ("pair", str(tmp_path / "pair" / "draft"))):
@@ -245,18 +246,14 @@ def test_a_saved_pair_brings_its_draft_to_training(paths: list[str], tmp_path: P
         assert located.draft_model_name_or_path == draft
     given = replace(config, model_name_or_path=str(tmp_path / "pair"), draft_model_name_or_path="given.pth")
     assert locate(given).draft_model_name_or_path == "given.pth"
-
-
-def test_checkpoint_folder_brings_its_own_draft(paths: list[str], tmp_path: Path) -> None:
-    """The checkpoint's draft replaces the experiment's default, but not one given on the command line."""
-    (tmp_path / CONFIG_NAME).write_text(to_yaml(load(TINY, *paths)))
+    (tmp_path / CONFIG_NAME).write_text(to_yaml(config))
     stage2, target = "tiny_glide_stage2_sinkpi-slicing", f"model_name_or_path={tmp_path}"
     assert load(stage2, *paths).draft_model_name_or_path is not None
     assert load(stage2, *paths[1:], target).draft_model_name_or_path is None
     assert load(stage2, *paths[1:], target, "draft_model_name_or_path=x").draft_model_name_or_path == "x"
 
 
-def test_every_key_and_flag_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_and_flag_is_documented_and_print_config_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     documented = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "config.md").read_text()))
     keys = set()
     for name, kind in get_type_hints(TrainConfig).items():
@@ -266,9 +263,6 @@ def test_every_key_and_flag_is_documented(capsys: pytest.CaptureFixture[str]) ->
     options = capsys.readouterr().out.partition("\nexamples:")[0]
     flags = set(re.findall(r"--\w+", options)) - {"--help", "--no"}
     assert not (keys | flags) - documented
-
-
-def test_print_config_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert load(TINY, "--cfg", "job") is None
     assert "gradient_accumulation_steps: 2" in capsys.readouterr().out
 

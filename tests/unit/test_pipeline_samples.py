@@ -172,18 +172,14 @@ def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> None:
+    """Lookup proposes what followed before: on a text that repeats itself, each round accepts the whole chain."""
     model, prompt = make_pair(tmp_path), torch.arange(3, 23)
     text = generate(model, prompt[None], method="vanilla", max_new_tokens=50, eos_token_id=()).sequences[0]
     figures = forced_acceptance(model, prompt.tolist(), text[len(prompt) :].tolist(), SHAPE)
     assert (figures["rounds"], figures["decoded_tokens"]) == decoded(model, prompt, len(text))
     assert figures["decoded_tokens"] > 1.05 * figures["rounds"], "some tokens are accepted"
-
-
-@torch.no_grad()
-def test_forced_lookup_proposes_what_followed_before(tmp_path: Path) -> None:
-    """A text that repeats itself: each round accepts the whole chain."""
-    model, period = make_pair(tmp_path), list(range(3, 23))
-    figures = forced_acceptance(model, 2 * period, 2 * period, (1, 1, 1), "lookup")
+    repeated = 2 * prompt.tolist()
+    figures = forced_acceptance(model, repeated, repeated, (1, 1, 1), "lookup")
     assert figures["decoded_tokens"] == 4 * figures["rounds"] and not figures["bound"]
 
 

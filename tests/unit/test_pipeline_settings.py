@@ -57,9 +57,10 @@ def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None
         load(override)
 
 
-def test_counts_may_be_0_and_values_of_the_trainer_may_be_anything() -> None:
+def test_counts_may_be_0_values_of_the_trainer_anything_and_another_architecture_goes_without_probes() -> None:
     load("chat.train=0", "code.train_files=0", "prompts.train.lcc=0", "seed=0", "evaluation.tasks.lcc.contexts=[0]")
-    load("training.stages.stage1.overrides={a: -1}", "probes={layers: {candidates: {a: {b: -1}}}}")
+    settings = load("training.stages.stage1.overrides={a: -1}", "probes={layers: {candidates: {a: {b: -1}}}}")
+    assert settings.probes and not load("training.architecture=eagle3", "probes={a: {candidates: {}}}").probes
 
 
 def test_a_map_is_replaced_and_a_section_keeps_its_other_values() -> None:
@@ -160,11 +161,6 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config is not None
     assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
     assert config.data.files == [str(data)] and config.variant.name == "base"
-
-
-def test_another_architecture_goes_without_probes() -> None:
-    settings = load("probes={a: {candidates: {}}}", "training.architecture=eagle3")
-    assert settings.training.architecture == "eagle3" and not settings.probes
 
 
 RANK = """

@@ -111,7 +111,7 @@ def test_a_large_weight_file_is_sampled_all_over(tmp_path: Path, monkeypatch: py
     assert file_digest(str(weights)) == file_digest(str(weights))
 
 
-def test_a_hub_id_is_known_by_its_commit(tmp_path: Path) -> None:
+def test_a_hub_id_is_known_by_its_commit_and_a_draft_by_its_tensors(tmp_path: Path) -> None:
     """So is a snapshot in the hub's cache."""
     config = tiny_config("llama")
     config._commit_hash = "abc"
@@ -119,9 +119,6 @@ def test_a_hub_id_is_known_by_its_commit(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     assert target_digests(str(snapshot), config) == [[str(snapshot), "a" * 40]]
-
-
-def test_a_draft_is_known_by_its_tensors() -> None:
     state = {"a": torch.ones(2, 3, dtype=torch.bfloat16), "b": torch.zeros(())}
     assert state_digest(state) == state_digest(dict(reversed(state.items())))
     for change in (

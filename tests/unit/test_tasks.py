@@ -32,12 +32,8 @@ def selected(name: str, lengths: list[int], *limits: int) -> Selection:
     return select_prompts(name, questions, byte_tokenizer(), *limits)
 
 
-def test_answer_lengths_are_longbenchs() -> None:
-    assert [TASKS[name].max_new_tokens for name in LONGBENCH] == [512, 512, 512, 64, 64]
-    assert TASKS["aime24"].max_new_tokens == 20000
-
-
-def test_a_problem_of_aime24_is_its_own_prompt(tmp_path: Path) -> None:
+def test_answer_lengths_are_longbenchs_and_a_problem_of_aime24_is_its_own_prompt(tmp_path: Path) -> None:
+    assert [TASKS[name].max_new_tokens for name in (*LONGBENCH, "aime24")] == [512, 512, 512, 64, 64, 20000]
     write_task(tmp_path, "aime24", {"id": 60, "problem": "Find $\\frac{1}{2}$.", "answer": "204"})
     assert read_questions("aime24", tmp_path) == [("60", "Find $\\frac{1}{2}$.")]
 
@@ -71,16 +67,12 @@ def asked(folder: Path, task: str, family: str, tokenizer: object, chat_format: 
 
 
 @pytest.mark.parametrize("task", LONGBENCH)
-def test_prompts_of_the_published_pairs_are_the_published_ones(tmp_path: Path, task: str) -> None:
+def test_prompts_of_the_published_pairs_are_the_published_ones_and_others_longbenchs(tmp_path: Path, task: str) -> None:
     """The word that opens the answer stands after the assistant's header alone, and only for Llama targets."""
     word = WORDS.get(task, "")
     user_turn = LONGBENCH_PROMPTS[task].removesuffix(word).rstrip("\n") if word else PUBLISHED_CODE
     assert asked(tmp_path, task, "llama", byte_tokenizer(), "published") == user_turn.join(LLAMA) + word
     assert asked(tmp_path, task, "qwen2", byte_tokenizer(), "published") == user_turn.join(QWEN2)
-
-
-@pytest.mark.parametrize("task", LONGBENCH)
-def test_prompts_of_other_targets_are_longbenchs(tmp_path: Path, task: str) -> None:
     tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     assert asked(tmp_path, task, "llama", tokenizer, "tokenizer") == f"[user]{LONGBENCH_PROMPTS[task]}"
     assert asked(tmp_path, task, "llama", byte_tokenizer(), "plain") == LONGBENCH_PROMPTS[task]
@@ -123,12 +115,8 @@ def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> N
     assert len(selected("aime24", [2, 5000], 0, 1200, 2000).prompts) == 2
     with pytest.raises(UserError, match="0 prompts kept, 2 left out"):
         selected("lcc", [2, 3], 0, 1200, 2000)
-
-
-def test_test_length_counts_kept_prompts() -> None:
-    selection = selected("lcc", [5, 30, 6, 31, 32, 33], 2, 20, 10_000)
-    assert [sample.id for sample in selection.prompts] == ["1", "3"]
-    assert selection.too_short == 2
+    counted = selected("lcc", [5, 30, 6, 31, 32, 33], 2, 20, 10_000)  # --test_length 2
+    assert [sample.id for sample in counted.prompts] == ["1", "3"] and counted.too_short == 2
 
 
 @pytest.mark.parametrize(

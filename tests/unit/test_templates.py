@@ -79,12 +79,17 @@ def test_the_default_of_several_chat_templates_is_used():
             use()
 
 
-def test_a_conversation_keeps_its_turns_and_its_own_system_turn():
+def test_conversations_keep_their_turns_questions_are_asked_bare_and_text_without_a_chat():
+    """A conversation keeps its own system turn, too."""
     body = "<s>user\n1?</s>\n<s>assistant\n1</s>\n<s>user\n2?</s>\n<s>assistant\n"
     default = "<s>system\nYou are a helpful assistant</s>\n"
     assert render(sample("messages", TURNS, "2"), "llama", None, "published") == (default + body, "2")
     own = [{"role": "system", "content": "Be brief."}, *TURNS]
     assert render(sample("messages", own, "2"), "llama", None, "published")[0] == "<s>system\nBe brief.</s>\n" + body
+    for kind in ("source", "problem", "instruction", "prompt"):
+        assert render(sample(kind, "Hi {x}", "a"), "llama", None, "published") == (LLAMA, "a")
+    assert render(sample("prefix", "def f():", " pass"), "llama", None, "published") == ("def f():", " pass")
+    assert render(sample("text", None, "A book."), "llama", None, "published") == ("", "A book.")
 
 
 @pytest.mark.parametrize("kind", ["article", "report", "document", "transcript"])
@@ -131,13 +136,6 @@ def test_templates_are_for_kinds_with_a_prompt():
             check_templates({kind: "{prompt}"}, "data.templates")
     with pytest.raises(UserError, match=r"data\.templates\.report: not a template .*; use \{prompt\}"):
         check_templates({"report": "{context}"}, "data.templates")
-
-
-def test_questions_are_asked_bare_and_continuations_and_text_without_a_chat():
-    for kind in ("source", "problem", "instruction", "prompt"):
-        assert render(sample(kind, "Hi {x}", "a"), "llama", None, "published") == (LLAMA, "a")
-    assert render(sample("prefix", "def f():", " pass"), "llama", None, "published") == ("def f():", " pass")
-    assert render(sample("text", None, "A book."), "llama", None, "published") == ("", "A book.")
 
 
 @pytest.mark.parametrize("eos_too", [False, True])

@@ -43,12 +43,9 @@ def test_every_row_comes_once_an_epoch(rows: int, batch: int, world: int) -> Non
         assert sorted(sequence[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
 
 
-def test_a_later_start_continues_the_same_walk() -> None:
+def test_a_later_start_continues_the_same_walk_and_epochs_and_seeds_have_others() -> None:
     whole = walk(13, 2, 2, 0, 20)
     assert walk(13, 2, 2, 9, 20) == [rank[9:] for rank in whole]
-
-
-def test_order_changes_with_epoch_and_seed() -> None:
     first, second = walk(50, 50, 1, 0, 2)[0]
     assert first != second and first != walk(50, 50, 1, 0, 1, seed=43)[0][0]
 
@@ -93,17 +90,14 @@ ROWS = [
 X = -100
 
 
-def test_every_real_token_but_each_first_one_is_learnt():
+def test_every_real_token_but_each_first_one_is_learnt_and_segments_cover_the_padding():
     batch = Collator(PAD)(ROWS)
     assert batch["input_ids"].tolist() == [[5, 6, 7, EOS, 8, 9, EOS], [3, 4, EOS, PAD, PAD, PAD, PAD]]
     assert batch["labels"].tolist() == [[X, 6, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
     answers = Collator(PAD, answer_only=True)(ROWS)["labels"]
     assert answers.tolist() == [[X, X, 7, EOS, X, 9, EOS], [X, 4, EOS, X, X, X, X]]
-
-
-def test_segments_cover_the_flattened_batch_padding_included():
+    assert batch["cu_seqlens"].tolist() == [0, 4, 7, 10, 14]
     batch = Collator(PAD, pad_to=8)(ROWS)
-    assert Collator(PAD)(ROWS)["cu_seqlens"].tolist() == [0, 4, 7, 10, 14]
     assert batch["cu_seqlens"].tolist() == [0, 4, 7, 8, 11, 16] and batch["cu_seqlens"].dtype == torch.int32
     for name in ("input_ids", "labels"):
         assert batch[name].shape == (2, 8) and batch[name].dtype == torch.int64
@@ -146,14 +140,11 @@ def test_offsets_are_uniform_from_zero_to_the_largest_inclusive() -> None:
 
 
 def test_offsets_leave_headroom_before_the_last_position() -> None:
-    """The largest offset is min(max_offset, max_positions - 1000) - T, or 0 if that is negative."""
+    """The largest offset is min(max_offset, max_positions - 1000) - T, or 0 if that is negative or T over 1200."""
     longest = max(int(segment[4]) - 4 for segment in draw([8] * 2000, 15000, 1100))
     assert longest == 1100 - 1000 - 8
-    assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, 1004))
-    assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, 64))
-
-
-def test_segments_over_1200_tokens_stay_contiguous() -> None:
+    for positions in (1004, 64):
+        assert all(int(segment[4]) == 4 for segment in draw([8] * 50, 15000, positions))
     short, long = draw([1200, 1201], max_offset=30000, longest=131072, seed=3)
     assert long.tolist() == list(range(1201)) and int(short[4]) > 4
 
