@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from rich.console import Console
 from test_console import invoke
 from tiny_tokenizer import byte_tokenizer
@@ -23,6 +22,7 @@ from longspec.cli import pair as pairs
 from longspec.cli.options import PairOptions
 from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
+from longspec.inference.engine.requests import Tokens
 
 LIMIT_S = 60
 
@@ -54,6 +54,8 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     assert output.count(f"\x1b[38;2;{red};{green};{blue}m") >= 2
     assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert "/file PATH" in output and output.count("40 tokens") == 2 and "80 tokens" in output
+    assert session.conversation.engine is not None
+    assert session.conversation.engine.worker.counts.cached_prompt_tokens > len("Be brief.abcabcabc")
     first = session.turns[2]
     said(session, "/reset")
     assert [turn["role"] for turn in session.turns] == ["system"]
@@ -100,7 +102,7 @@ def test_an_answer_cannot_control_the_terminal() -> None:
     tokenizer, console = byte_tokenizer(), terminal()
     stream = AnswerStream(console, tokenizer)
     for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
-        stream.put_from(torch.tensor([token]), "target")
+        stream.take(0, Tokens([token], ["target"]))
     assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
 
 
