@@ -198,11 +198,6 @@ TOKENS = 61
 PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
 
 
-def oracle_tree(model: GlideMixin, truth: list[list[int]], lengths: list[int], plan: list[list[int]]) -> Oracle:
-    """Puts the true continuation, down to a planned depth, on a random path of the real draft's tree."""
-    return Oracle(TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend"), lengths, truth, plan, TOKENS)
-
-
 def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The target's keys and values [L, Hkv, T, D] of tokens [T], from transformers' own forward and cache."""
     layers = model(tokens[None], use_cache=True).past_key_values.layers
@@ -219,7 +214,9 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, TOKENS, (n,), generator=generator).to(device) for n in lengths]
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
-    oracle = oracle_tree(model, truth, lengths, PLAN)
+    # The true continuation, down to a planned depth, is on a random path of the real draft's tree.
+    drafter = TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend")
+    oracle = Oracle(drafter, lengths, truth, PLAN, TOKENS)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     engine = StaticBatch(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
     assert engine.prefill().tolist() == [row[0] for row in truth]
