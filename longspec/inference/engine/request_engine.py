@@ -14,6 +14,7 @@ from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
+from longspec.inference.engine.intake import LEAST_SHARED
 from longspec.inference.engine.requests import FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.rows import Rows
@@ -74,13 +75,18 @@ class RequestEngine:
         self.longest = min(position_limit(model.config), batch.capacity - batch.depth - 1 - batch.nodes)
         """Most tokens of a prompt and its answer together."""
         self.is_closed = False
-        self._start(None)
+        # Prompts that start together are each read as a whole. A single row can only hold an earlier one.
+        shares, least = not settings.together or batch.max_rows == 1, LEAST_SHARED if self._refill > 1 else 1
+        self._start(Rows(batch.max_rows, least if shares else None))
 
-    def _start(self, rows: Rows | None) -> None:
-        """rows: those of an earlier start."""
+    @property
+    def _refill(self) -> int:
+        return min(self.settings.refill, self.batch.max_rows)
+
+    def _start(self, rows: Rows) -> None:
         settings = self.settings
         chunk = None if settings.together else settings.prefill_chunk
-        self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks, rows)
+        self.worker = Worker(self.batch, rows, chunk, self._refill, settings.in_blocks)
         self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
 
     def restart(self) -> None:
