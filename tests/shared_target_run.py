@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from longspec.errors import UserError
 from longspec.inference import generate as generate_module
 from longspec.inference import process_group
+from longspec.inference.answering import Conversation
 from longspec.inference.arguments import checked_drafting
 from longspec.inference.engine import intake, request_engine
 from longspec.inference.engine.batch import Batch
@@ -97,6 +98,17 @@ def answers(model: GlideMixin, method: str) -> list[list[int]]:
     return tokens
 
 
+def conversation(model: GlideMixin) -> list[list[int]]:
+    """Answers of which the second goes on with the text of the first, and the third needs a larger row."""
+    talk, text, answers = Conversation(model, Drafting("tree", (3, 4)), "auto"), list[int](), list[list[int]]()
+    for new in (*PROMPTS[:2], PROMPTS[2] * 40):
+        text, answers = text + new, [*answers, []]
+        talk.answer(Request(text, 12), lambda number, event, own=answers[-1]: own.extend(event.ids))
+        text += answers[-1]
+    talk.close()
+    return answers
+
+
 def outcomes(work: Path, families: list[str], target: str) -> dict[str, Any]:
     """Greedy generations of each family. Those with "auto" and with the engine take long, so one family has them."""
     found: dict[str, Any] = {}
@@ -107,6 +119,7 @@ def outcomes(work: Path, families: list[str], target: str) -> dict[str, Any]:
         if family == ENGINE_FAMILY:
             # Its plans depend on measured times, its tokens do not.
             found[f"{family} auto"] = outcome(model, PROMPTS, method=AUTO, eos_token_id=answer[-1])[0]
+            found[f"{family} conversation"] = conversation(model)
             found[f"{family} requests"] = [answers(model, method) for method in ("tree", AUTO)]
         for method in METHODS:
             found[f"{family} {method}"] = outcome(model, PROMPTS, method=method, eos_token_id=answer[-1])

@@ -15,8 +15,9 @@ from longspec.data.aligners import Turn
 from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
 from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
-from longspec.inference.answering import Listener, answer_all
+from longspec.inference.answering import Conversation, Listener, answer_all
 from longspec.inference.arguments import check_sampling, checked_drafting, chosen_attention, end_tokens
+from longspec.inference.engine.requests import Request
 from longspec.inference.generate import GenerationOutput, generate, make_requests
 from longspec.inference.load_pair import load_pair
 from longspec.inference.methods import AUTO as AUTO_METHOD
@@ -114,12 +115,23 @@ class LoadedPair:
         window: int,
     ) -> GenerationStats:
         """Call `inference.answering.answer_all` on token ids. seeds: one per prompt."""
-        drafting = checked_drafting(self.model, Drafting(self.method, **self.drafting), False)
+        requests, (drafting, attention) = self.requests(prompts, sampling, seeds), self._decoding()
+        return answer_all(self.model, drafting, requests, max_rows, listener, attention, window=window)
+
+    def conversation(self) -> Conversation:
+        """What answers `requests` one after another. Raises UserError."""
+        return Conversation(self.model, *self._decoding())
+
+    def requests(self, prompts: Sequence[list[int]], sampling: SamplingOptions, seeds: Sequence[int]) -> list[Request]:
+        """A request for each prompt, token ids, with a seed of its own. Raises UserError."""
         options = self._arguments(sampling)
         shape = (options.pop(name) for name in ("max_new_tokens", "temperature", "top_p", "top_k"))
-        requests = make_requests(self.model, prompts, seeds, options, self.stop_ids, *shape)
-        attention = chosen_attention("auto", self.deterministic)
-        return answer_all(self.model, drafting, requests, max_rows, listener, attention, window=window)
+        return make_requests(self.model, prompts, seeds, options, self.stop_ids, *shape)
+
+    def _decoding(self) -> tuple[Drafting, str]:
+        """Checked settings of the method, and the attention."""
+        drafting = checked_drafting(self.model, Drafting(self.method, **self.drafting), False)
+        return drafting, chosen_attention("auto", self.deterministic)
 
 
 def open_pair(

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from longspec.cli.prompts import decoded
 from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.errors import UserError, os_errors
-from longspec.inference.generate import GenerationOutput
+from longspec.inference.sampling import row_seeds
+from longspec.inference.stats import GenerationStats
 from longspec.signals import handled
 
 HELP = """\
@@ -34,7 +35,7 @@ COMMANDS = ", ".join(re.findall(r"^/\w+", HELP, re.MULTILINE))
 
 @dataclass
 class Session:
-    """A chat with one pair. Each turn sends the whole conversation."""
+    """A chat with one pair. Each turn sends the whole conversation, of which only what is new is read."""
 
     pair: LoadedPair
     sampling: SamplingOptions
@@ -43,9 +44,11 @@ class Session:
     seed: int | None = None
     """Answer n of a conversation uses seed + n; None draws from torch's global generator."""
 
-    answered: list[GenerationOutput] = field(default_factory=list)
+    answered: list[GenerationStats] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Raises UserError for a method that does not fit the pair."""
+        self.conversation = self.pair.conversation()
         self.reset()
 
     def reset(self) -> None:
@@ -69,7 +72,7 @@ class Session:
                 # Pasted lines arrive as one; Python switches it off for its own prompt.
                 readline.parse_and_bind("set enable-bracketed-paste on")
         # Python's own handler raises KeyboardInterrupt; the command has another one.
-        with handled(signal.SIGINT, signal.default_int_handler):
+        with closing(self.conversation), handled(signal.SIGINT, signal.default_int_handler):
             while (line := self._read()) is not None and line != "/quit":
                 self.handle_line(line)
 
@@ -105,12 +108,17 @@ class Session:
             raise UserError(f"the conversation {problem}")
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))
         seed = None if self.seed is None else self.seed + len(self.turns) // 2
+        seeds = row_seeds(seed, 1, greedy=sampling.temperature == 0)
+        (request,) = self.pair.requests([prompt], sampling, seeds)
         stream = AnswerStream(self.console, self.pair.tokenizer)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
-                output = self.pair.generate([prompt], sampling, seed=seed, streamer=stream)
-            self.answered.append(output)
-            self.console.print(f"[dim]{describe([output])}[/]")
+                try:
+                    stats = self.conversation.answer(request, stream.take)
+                finally:
+                    stream.end()
+            self.answered.append(stats)
+            self.console.print(f"[dim]{describe([stats])}[/]")
         except KeyboardInterrupt:
             self.console.print("[dim](stopped)[/]")
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.

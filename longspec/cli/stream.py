@@ -6,12 +6,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
 from longspec.inference.detokenizer import Detokenizer, printable
-from longspec.inference.engine.requests import Origin
-from longspec.inference.generate import GenerationOutput
-from longspec.inference.stats import pool
+from longspec.inference.engine.requests import Origin, Tokens
+from longspec.inference.stats import GenerationStats, pool
 
 STYLES: dict[Origin, str] = {"target": "", "draft": "#56b4e9", "lookup": "#e69f00"}
 """Sky blue and orange of the Okabe-Ito palette, which color-blind readers can tell apart."""
@@ -22,7 +20,7 @@ LEGEND = (
 
 
 class AnswerStream:
-    """A streamer of `longspec.generate` that prints each token in the color of its origin."""
+    """Prints each token in the color of its origin."""
 
     def __init__(self, console: Console, tokenizer: Any) -> None:
         self.console = console
@@ -31,17 +29,16 @@ class AnswerStream:
         self.stopped = False
         self._pieces = Detokenizer(tokenizer)
 
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, which is not shown."""
-
-    def put_from(self, value: Tensor, origin: Origin) -> None:
-        """Take a new token, LongTensor [1]. Raises KeyboardInterrupt after a SIGINT."""
-        # Raised here and not in the handler, so that generation ends between two tokens.
-        if self.stopped:
-            raise KeyboardInterrupt
-        self._print(self._pieces.add(int(value)), origin)
+    def take(self, number: int, event: Tokens) -> None:
+        """Take new tokens (see `Listener`). Raises KeyboardInterrupt after a SIGINT."""
+        for token, origin in zip(event.ids, event.origins, strict=True):
+            # Raised here and not in the handler, so that generation ends between two tokens.
+            if self.stopped:
+                raise KeyboardInterrupt
+            self._print(self._pieces.add(token), origin)
 
     def end(self) -> None:
+        """Print what is left of the answer."""
         self._print(self._pieces.end(), "target")
         self.console.print()
 
@@ -57,10 +54,10 @@ class AnswerStream:
         self.stopped = True
 
 
-def describe(answers: Sequence[GenerationOutput]) -> str:
+def describe(answers: Sequence[GenerationStats]) -> str:
     """One line of figures for answers."""
-    stats = pool([answer.stats for answer in answers])
-    parts = [f"{sum(len(answer.new_tokens[0]) for answer in answers)} tokens"]
+    stats = pool(answers)
+    parts = [f"{stats.decoded_tokens + len(answers)} tokens"]  # the first one of an answer is not decoded
     if stats.rounds:
         parts += [f"{stats.tokens_per_second:.1f} tokens/s", f"{stats.mean_acceptance_length:.2f} tokens per pass"]
     parts.append(f"first token after {stats.ttft_s / len(answers):.2f} s")

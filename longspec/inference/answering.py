@@ -1,4 +1,5 @@
-"""Answers to requests that are known from the start: those of `generate`, files of prompts, regenerated text."""
+"""Answers to requests that are known from the start: those of `generate`, files of prompts, regenerated text; and to
+those of a conversation, one after another."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,13 +9,16 @@ from functools import partial
 import torch
 
 from longspec.errors import UserError
+from longspec.inference.device import free_bytes
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request, RequestTooLarge, Ticket, Tokens
+from longspec.inference.memory import slot_bytes
 from longspec.inference.methods import Drafting
-from longspec.inference.sampling import sampling_kind
+from longspec.inference.sampling import SamplingKind, sampling_kind
 from longspec.inference.stats import GenerationStats, pool
 from longspec.models.glide import GlideMixin
+from longspec.models.target_files import position_limit
 
 REFILLED = 8
 """Idle rows get the next requests once they are one in REFILLED of all rows."""
@@ -74,6 +78,47 @@ def answer_all(
     return run.play(order, start)
 
 
+class Conversation:
+    """Answers requests one after another on one row, whose keys and values stay: a prompt that begins as the text of
+    the request before is read from the first other token on. The row's engine has room for about twice the request
+    that it was built for; a longer one gets a new engine, which reads its whole prompt. To be closed."""
+
+    def __init__(self, model: GlideMixin, drafting: Drafting, attention: str) -> None:
+        """drafting: checked settings. attention: as for `longspec.generate`."""
+        self.model, self.drafting, self.attention = model, drafting, attention
+        self.engine: RequestEngine | None = None
+
+    def answer(self, request: Request, take: Callable[[int, Tokens], int | None]) -> GenerationStats:
+        """The counts and times of an answer. take: see `Listener`; an exception or KeyboardInterrupt that it raises
+        ends the request and is raised again. The tokens are those of `longspec.generate`. Raises UserError."""
+        start, kind = time.perf_counter(), sampling_kind([request.sampling])
+        engine = self.engine
+        if engine is None or engine.is_closed or engine.longest < request.longest or engine.settings.kind != kind:
+            del engine
+            engine = self._open(request, kind)
+        else:
+            engine.restart()
+        return _Run(engine, [request], Listener(take), "prompt", stays_open=True).play([0], start)
+
+    def _open(self, request: Request, kind: SamplingKind) -> RequestEngine:
+        """An engine with room for the request, for twice as much if half of the free memory holds it."""
+        self.close()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        config = self.model.config
+        affordable = free_bytes(self.model.device) // 2 // slot_bytes(config, self.model.dtype)
+        longest = max(request.longest, min(2 * request.longest, position_limit(config), affordable))
+        settings = EngineSettings(self.drafting, 1, longest=longest, attention=self.attention, kind=kind, together=True)
+        self.engine = RequestEngine(self.model, settings)
+        return self.engine
+
+    def close(self) -> None:
+        """Free the row, and let the other ranks that share the target go on."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
 @dataclass
 class _Run:
     """The requests of one engine."""
@@ -85,8 +130,11 @@ class _Run:
     """What error messages call a request."""
     tickets: dict[int, Ticket] = field(default_factory=dict)
     """Those of the answers that are not complete."""
-    failure: Exception | None = None
+    failures: list[BaseException] = field(default_factory=list)
+    """The exception that ended the run, if any. It is taken out to be raised, as its traceback holds the engine."""
     build_s: float = 0.0
+    stays_open: bool = False
+    """Whether the engine is to be restarted for later requests. It is closed if it fails."""
 
     def __post_init__(self) -> None:
         drafting, nodes = self.engine.settings.drafting, self.engine.batch.nodes
@@ -103,27 +151,29 @@ class _Run:
             self.tickets = {number: self._add(number) for number in order}
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            if any(request.max_new_tokens > 1 for request in self.requests):
+            if self.stays_open or any(request.max_new_tokens > 1 for request in self.requests):
                 engine.prepare()
             before, prepared = time.perf_counter(), engine.batch.seconds_of_setup
-            while engine.step() and self.failure is None:
-                if engine.waiting and self.listener.is_stopped():
-                    for ticket in engine.waiting:
+            while engine.step():
+                if self.failures or (engine.waiting and self.listener.is_stopped()):
+                    for ticket in self.tickets.values() if self.failures else engine.waiting:
                         engine.cancel(ticket)
             # A capture takes no part in the rounds' time.
             seconds = time.perf_counter() - before - (engine.batch.seconds_of_setup - prepared)
-            if self.failure is not None:
-                raise self.failure
         except BaseException:
             engine.close()
             raise
-        engine.close(keeps=not self.tickets)
+        finally:
+            del self.engine  # the tickets know this object, and the engine its tickets
+        if not self.stays_open:
+            engine.close(keeps=not self.failures and not self.tickets)
+        if self.failures:
+            raise self.failures.pop()
         stats, prefill_s = pool(self.figures), engine.worker.counts.prefill_s
         plans = {} if engine.worker.controller is None else engine.worker.controller.played
         stats.rounds_by_plan = {plan.name: count for plan, count in plans.items()}
         stats.ttft_s, stats.decode_s = prefill_s, seconds - prefill_s
         stats.row_rounds = [own.rounds for own in self.figures]
-        del self.engine  # the tickets know this object, and the engine its tickets
         return stats
 
     def _add(self, number: int) -> Ticket:
@@ -133,7 +183,7 @@ class _Run:
             raise UserError(f"{self.word} {number}: {error}") from error
 
     def _take(self, number: int, event: Event) -> None:
-        if number not in self.tickets or self.failure is not None:
+        if number not in self.tickets or self.failures:
             return  # the answer has ended, and the engine learns of it a round late
         try:
             if isinstance(event, Tokens):
@@ -143,8 +193,8 @@ class _Run:
                     raise UserError(f"{self.word} {number}, {event.message}")
                 if event.reason != "cancelled":
                     self._end(number)
-        except Exception as error:  # it is the caller's
-            self.failure = error
+        except (Exception, KeyboardInterrupt) as error:  # it is the caller's
+            self.failures.append(error)
 
     def _take_tokens(self, number: int, event: Tokens) -> None:
         kept, own = self.listener.take(number, event), self.figures[number]

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from rich.console import Console
 from test_console import invoke
 from tiny_tokenizer import byte_tokenizer
@@ -23,6 +22,7 @@ from longspec.cli import pair as pairs
 from longspec.cli.options import PairOptions
 from longspec.cli.session import Session
 from longspec.cli.stream import STYLES, AnswerStream
+from longspec.inference.engine.requests import Tokens
 
 LIMIT_S = 60
 
@@ -54,6 +54,8 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     assert output.count(f"\x1b[38;2;{red};{green};{blue}m") >= 2
     assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
     assert "/file PATH" in output and output.count("40 tokens") == 2 and "80 tokens" in output
+    assert session.conversation.engine is not None
+    assert session.conversation.engine.worker.counts.cached_prompt_tokens > len("Be brief.abcabcabc")
     first = session.turns[2]
     said(session, "/reset")
     assert [turn["role"] for turn in session.turns] == ["system"]
@@ -74,44 +76,34 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     assert "error: /file needs the path of a text file\n" in said(session, "/file")
     for name, problem in (("none.txt", "cannot be read (No such file"), ("image.png", "not UTF-8 text")):
         assert f"error: /file {tmp_path}/{name}: {problem}" in said(session, f"/file {tmp_path}/{name}")
+    for line in ("/clear", "/Quit"):  # one that does not exist is told and not sent
+        assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)
     assert len(session.turns) == 6
 
 
-def test_a_command_that_does_not_exist_is_told_and_not_sent(target: Path) -> None:
-    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
-    for line in ("/clear", "/Quit"):
-        said(session, line)
-        assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session)
-    assert session.turns == []
-
-
-def test_a_file_that_does_not_fit_next_to_the_conversation_is_refused(target: Path, tmp_path: Path) -> None:
+def test_a_conversation_and_a_file_that_do_not_fit_are_told_so(target: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("x" * 3600)
     (tmp_path / "half.txt").write_text("x" * 2500)
-    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=2), terminal())
+    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
+    error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
+    assert error in said(session, "x" * 4500)
+    session.files.append("x" * 4500)
+    assert error[:24] in said(session, "a file that is too long")
+    assert session.turns == session.files == []
     output = said(session, f"/file {tmp_path}/long.txt", f"/file {tmp_path}/half.txt", f"/file {tmp_path}/half.txt")
     for name, tokens, together in (("long.txt", 3600, 3610), ("half.txt", 2500, 5012)):
         problem = f"{tokens} tokens; the conversation would have {together}, but at most 3584 leave room"
         assert f"error: /file {tmp_path}/{name}: {problem} for a message and its answer\n" in output
     assert output.count("2500 tokens go with") == 1 and session.files == ["x" * 2500]
+    assert "8 tokens, " in said(session, "hello")
 
 
 def test_an_answer_cannot_control_the_terminal() -> None:
     tokenizer, console = byte_tokenizer(), terminal()
     stream = AnswerStream(console, tokenizer)
     for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
-        stream.put_from(torch.tensor([token]), "target")
+        stream.take(0, Tokens([token], ["target"]))
     assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
-
-
-def test_a_conversation_that_fills_the_target_is_told_so(target: Path) -> None:
-    session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
-    error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
-    assert error in said(session, "x" * 4500)
-    assert session.turns == []
-    session.files.append("x" * 4500)
-    assert error[:24] in said(session, "a file that is too long")
-    assert "8 tokens" in said(session, "hello")
 
 
 def test_lines_from_a_pipe_are_answered_up_to_quit(target: Path) -> None:

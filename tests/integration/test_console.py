@@ -21,8 +21,6 @@ from longspec.errors import UserError
 from longspec.inference.adaptive import time_cache
 from longspec.inference.detokenizer import printable
 
-SIZE = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1}
-
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
@@ -204,7 +202,7 @@ def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monke
     # The warm-ups, then turns at each prompt, because the speed of a device changes.
     assert played == ["vanilla", "lookup", "auto"] * (1 + summary["prompts"])
     assert "tree: skipped" in result.stderr and (tmp_path / "a.png").read_bytes()[1:4] == b"PNG"
-    make_pair(tmp_path / "random", **SIZE).save_pretrained(tmp_path / "pair")
+    make_pair(tmp_path / "random", vocab_size=VOCAB_SIZE, initializer_range=0.1).save_pretrained(tmp_path / "pair")
     byte_tokenizer().save_pretrained(tmp_path / "pair")
     (tmp_path / "prompts.txt").write_text("the target reads\n")
     result = invoke("bench", tmp_path / "pair", "--prompts", tmp_path / "prompts.txt", *given)

@@ -123,15 +123,13 @@ def test_extra_warps_change_the_law(model: GlideMixin, warp: dict) -> None:
     assert ((plain - warped).abs().sum(1) / 2 > 2 * DISTANCE).all() and ((warped > 0.02).sum(1) > 3).all()
 
 
-def count_threes(tokens: Tensor) -> Tensor:
-    """[prompts, 64]: how often each three tokens came, from tokens [rows, 3]."""
-    codes = tokens[:, 0] * VOCAB**2 + tokens[:, 1] * VOCAB + tokens[:, 2]
-    return torch.stack([codes[turn :: len(PROMPTS)].bincount(minlength=VOCAB**3) for turn in range(len(PROMPTS))])
-
-
 def fit(model: GlideMixin, method: str, warp: dict[str, Any], trials: int) -> float:
     """p-value of `trials` rows against the target's law."""
-    return p_value(count_threes(samples(model, method, warp, trials, 3)), law_of_three(model, warp))
+    tokens = samples(model, method, warp, trials, 3)
+    codes = tokens[:, 0] * VOCAB**2 + tokens[:, 1] * VOCAB + tokens[:, 2]
+    # How often each three tokens came, [prompts, 64].
+    counts = [codes[turn :: len(PROMPTS)].bincount(minlength=VOCAB**3) for turn in range(len(PROMPTS))]
+    return p_value(torch.stack(counts), law_of_three(model, warp))
 
 
 @pytest.mark.parametrize(

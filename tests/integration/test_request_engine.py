@@ -1,7 +1,10 @@
 """The engine on the calling thread: its state after each round, what one step reads, and how requests end."""
 
+import gc
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,19 @@ from pairs import OPTIONS, make_pair, target_greedy
 from serving import ids
 from torch import Tensor
 
+from longspec import generate
 from longspec.errors import UserError
 from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.time_cache import RoundTimes
-from longspec.inference.answering import Listener, answer_all
+from longspec.inference.answering import Conversation, Listener, answer_all
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
-from longspec.inference.engine.requests import Event, Finished, Request
+from longspec.inference.engine.requests import Event, Finished, Request, Tokens
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.memory import chunk_bytes
 from longspec.inference.methods import Drafting
+from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY, GREEDY_KIND
 from longspec.inference.stats import GenerationStats, pool
@@ -95,6 +100,42 @@ def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
     assert sum(stats.build_s > 0 for stats in own.values()) == 1
 
 
+@pytest.mark.parametrize(("method", "temperature"), [*product(("vanilla", "tree"), (0, 1)), ("auto", 0)])
+def test_a_conversation_reads_new_tokens_only(
+    tmp_path: Path, method: str, temperature: float, device: str, request: pytest.FixtureRequest
+) -> None:
+    """Its answers are those of `generate` with the whole prompt, and the text of a stopped one stays. The fourth prompt
+    needs a larger row, is read as a whole, and frees the smaller row at once: without a garbage collection."""
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    model = make_pair(tmp_path, initializer_range=0.1).to(device)
+    conversation, text = Conversation(model, Drafting(method, (3, 4)), "auto"), list[int]()
+    read, caches = [], []
+    for turn, count in enumerate((40, 5, 7, 600, 3)):
+        text += torch.randint(1, 61, (count,), generator=torch.Generator().manual_seed(turn)).tolist()
+        settings = {"method": method, "tree_shape": (3, 4), "temperature": temperature, "seed": turn}
+        expected = generate(model, [text], max_new_tokens=12, **settings).new_tokens[0].tolist()
+        answer: list[int] = []
+
+        def take(number: int, event: Tokens, turn: int = turn, answer: list[int] = answer) -> None:
+            answer += event.ids
+            if turn == 1 and len(answer) > 4:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) if turn == 1 else nullcontext():
+            conversation.answer(Request([*text], 12, Sampling(temperature, seed=turn)), take)
+        assert answer == expected[: len(answer)] and (turn == 1 or len(answer) == 12)
+        assert conversation.engine is not None
+        counts, whole = conversation.engine.worker.counts, len(text)
+        read.append(counts.prompt_tokens - counts.cached_prompt_tokens)
+        caches.append(weakref.ref(conversation.engine.batch.cache))
+        text += answer
+    # The newest token of an answer was read only if the last round went past it.
+    assert all(new <= tokens <= new + 1 for new, tokens in zip((40, 5, 7, whole - 15, 3), read, strict=True)), read
+    assert [cache() is None for cache in caches] == [True] * 3 + [False] * 2
+    assert conversation.engine.longest >= 2 * (whole - 3)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("method", ["vanilla", "auto"])
 def test_tokens_in_blocks_are_those_of_single_rounds(
@@ -157,11 +198,6 @@ TOKENS = 61
 PLAN = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
 
 
-def oracle_tree(model: GlideMixin, truth: list[list[int]], lengths: list[int], plan: list[list[int]]) -> Oracle:
-    """Puts the true continuation, down to a planned depth, on a random path of the real draft's tree."""
-    return Oracle(TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend"), lengths, truth, plan, TOKENS)
-
-
 def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The target's keys and values [L, Hkv, T, D] of tokens [T], from transformers' own forward and cache."""
     layers = model(tokens[None], use_cache=True).past_key_values.layers
@@ -178,7 +214,9 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, TOKENS, (n,), generator=generator).to(device) for n in lengths]
     truth = [target_greedy(model, prompt, 1 + (DEPTH + 1) * (len(PLAN) + 1)) for prompt in prompts]
-    oracle = oracle_tree(model, truth, lengths, PLAN)
+    # The true continuation, down to a planned depth, is on a random path of the real draft's tree.
+    drafter = TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend")
+    oracle = Oracle(drafter, lengths, truth, PLAN, TOKENS)
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     engine = StaticBatch(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
     assert engine.prefill().tolist() == [row[0] for row in truth]

@@ -23,7 +23,6 @@ from longspec.kernels.shared.tree import Branches, Tree, new_tree
 
 VOCAB = 3
 SHAPES = [(1,), (3,), (2, 2), (2, 3), (3, 1), (1, 2, 1)]
-EXACT = 1e-6
 CACHE = SimpleNamespace(watch=lambda fault: None)
 """In the place of a target's cache, which languages do not have."""
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
@@ -78,7 +77,7 @@ def check_exact(p: RandomLanguage, depth: int, rounds: Iterable[tuple[float, Rou
             for sequence, rest in p.sequences(depth + 1, tokens).items():
                 law[sequence] = law.get(sequence, 0.0) + weight * probability * rest
     expected = p.sequences(depth + 1)
-    assert law == pytest.approx(expected | {key: 0.0 for key in law if key not in expected}, abs=EXACT)
+    assert law == pytest.approx(expected | {key: 0.0 for key in law if key not in expected}, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

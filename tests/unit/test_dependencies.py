@@ -117,35 +117,20 @@ def build_dataset():
     from longspec.data.dataset import build_dataset
 
 def serve():
-    from longspec.cli.serve import serve
-
-    serve()
+    from longspec.cli.serve import serve; serve()
 
 def run(*words):
     sys.argv = ["longspec", *words]
     app.main()
 
-def train_command():
-    run("train", "your-model")
-
-def extract():
-    run("extract", "a", "b")
-
 def experiment():
-    from experiments.__main__ import main
-
-    main([])
-
-def draft():
-    run("draft", "no/such/target")
-
-def bench():
-    run("bench", "no/such/pair", "--png", "a.png")
+    from experiments.__main__ import main; main([])
 
 from longspec.cli import app
 
-commands = (lambda: train(["-cn", "any"]), build_dataset, train_command)
-commands += (extract, experiment, draft, serve, bench, lambda: run("bench", "no/such/pair"))
+commands = (lambda: train(["-cn", "any"]), build_dataset, lambda: run("train", "your-model"))
+commands += (lambda: run("extract", "a", "b"), experiment, lambda: run("draft", "no/such/target"), serve)
+commands += (lambda: run("bench", "no/such/pair", "--png", "a.png"), lambda: run("bench", "no/such/pair"))
 for command in commands:
     try:
         reports_user_errors(command)()

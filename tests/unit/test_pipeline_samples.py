@@ -3,7 +3,6 @@
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -71,11 +70,6 @@ def evaluation() -> Samples:
     return Samples(frame(*lines))
 
 
-def judged(samples: Samples, figure: str, least: float, **values: Any) -> tuple[str, str]:
-    row = goal_verdict(samples, Goal(figure, least, **values))
-    return row.measured, row.verdict
-
-
 def test_contexts_compare_on_the_same_text() -> None:
     """Outputs with loops and shorter prompts are left out; prompts are paired."""
     lines = [line(), line("vanilla")]
@@ -90,7 +84,8 @@ def test_contexts_compare_on_the_same_text() -> None:
     assert list(greedy)[2:] == ["1024 tokens", "4096 tokens", "30000 tokens", "4096 over 1024", "30000 over 1024"]
     assert greedy["1024 tokens"].startswith("2.86") and bound["1024 tokens"].startswith("2.14")
     assert (greedy["4096 over 1024"], greedy["30000 over 1024"]) == ("0.80 ± 0.00", "0.50 ± 0.00")
-    assert judged(samples, "longest over shortest context", 0.95) == ("0.50 ± 0.00", "missed")
+    goal = goal_verdict(samples, Goal("longest over shortest context", 0.95))
+    assert (goal.measured, goal.verdict) == ("0.50 ± 0.00", "missed")
 
 
 def test_every_claim_of_the_paper_has_a_row() -> None:

@@ -25,11 +25,10 @@ from longspec.replacing import write_atomically
 from longspec.train.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PRESET = ROOT / "experiments" / "smollm2.yaml"
 
 
 def load(*overrides: str) -> Settings:
-    return load_settings(PRESET, overrides)
+    return load_settings(ROOT / "experiments" / "smollm2.yaml", overrides)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,6 @@ def three_lines() -> list[Line]:
     return [*lines, sample_line(*result("c", 3), stats([2], 2, [0, 0], 1.0, ttft=4.0), 2)]
 
 
-def refuse_nan(constant: str) -> None:
-    raise AssertionError(f"{constant} is not JSON")
-
-
 def opened(folder: Path) -> Results:
     return Results(folder / SAMPLES_NAME, read_line)
 
@@ -52,7 +48,7 @@ def finish(results: Results) -> dict:
 
 def lines_of(folder: Path) -> list[dict]:
     text = (folder / SAMPLES_NAME).read_text(encoding="utf-8")
-    return [json.loads(line, parse_constant=refuse_nan) for line in text.splitlines()]
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
 def written(folder: Path) -> dict:

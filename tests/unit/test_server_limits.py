@@ -116,7 +116,7 @@ def test_health_models_and_unknown_names(client: TestClient, script: Script) -> 
     assert client.get("/health").status_code == 503 and "out of memory" in client.get("/health").text
     (model,) = client.get("/v1/models").json()["data"]
     assert model["id"] == NAME and model["longspec"] == {"method": "tree", "positions": POSITIONS}
-    assert client.get("/v1/models/other").status_code == chat_status(client, model="other") == 404
+    assert client.get("/v1/models/other").status_code == 404 and chat(client, 404, **HELLO, model="other")
     for path in ("/v1/files", "/docs", "/openapi.json", "/page.html", "/..%2f..%2fetc/passwd"):
         assert client.get(path).status_code == 404
     refused = client.get("/v1/chat/completions")
@@ -129,10 +129,6 @@ def test_health_models_and_unknown_names(client: TestClient, script: Script) -> 
         assert refused.status_code == 405 and set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
     for path in ("/v1/responses", "/chat/completions", "/v1/embeddings"):
         assert "use POST /v1/chat/completions" in client.post(path, json={}).json()["error"]["message"]
-
-
-def chat_status(client: TestClient, **fields: Any) -> int:
-    return client.post("/v1/chat/completions", json={**HELLO, **fields}).status_code
 
 
 def test_only_its_own_names_reach_a_server_without_a_key(script: Script) -> None:

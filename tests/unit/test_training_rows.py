@@ -205,7 +205,8 @@ def test_metrics_are_those_of_whole_logits(
     assert inputs.held_out is not None and len(inputs.held_out) >= 3
     model: Any = build_pair(config, None)
     model.lm_head.weight[[VOCAB["e"], VOCAB["t"]]] *= 8
-    engine = engine_of(model)
+    # The part of DeepSpeed's engine that an evaluation uses.
+    engine = mock.Mock(side_effect=model, device=torch.device("cpu"))
     count = held_out_row_count(config, inputs)
     metrics = Evaluation(config, engine, inputs, DraftLoss("ce"), count).run(NEVER)
     assert metrics.pop("eval_seconds") > 0 and count == 3
@@ -215,11 +216,6 @@ def test_metrics_are_those_of_whole_logits(
         assert math.isclose(metrics[name], value, rel_tol=1e-5), name
     assert engine.method_calls == [mock.call.eval(), mock.call.train()]
     assert 0 < expected["eval_top1_lag_1"] < 1 and expected["eval_acceptance_length"] > 1
-
-
-def engine_of(model: Any) -> mock.Mock:
-    """The part of DeepSpeed's engine that an evaluation uses."""
-    return mock.Mock(side_effect=model, device=torch.device("cpu"))
 
 
 def test_only_answers_are_scored(load: Any, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
+from longspec.inference.engine.intake import LEAST_SHARED
 from longspec.inference.engine.requests import FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import KernelKey, size_class
+from longspec.inference.engine.rows import Rows
 from longspec.inference.engine.worker import Worker
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import Drafting, list_length, uses_draft
@@ -55,8 +57,8 @@ class EngineSettings:
     """Rows that must be idle before waiting requests get any, as long as others run. More mean more tokens per second,
     because a pass over few short prompts takes nearly as long as one over many, and a longer wait."""
     together: bool = False
-    """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none later.
-    Their prompts are read before the first round, and the batch is kept for the next engine of its kind."""
+    """Whether `max_rows` requests, of at most `longest` tokens each, are added before the first step, and none before
+    `restart`. Their prompts are read before the first round, and the batch can go to the next engine of its kind."""
     in_blocks: bool = False
     """Whether events may bring the tokens of many vanilla rounds at once, which "auto" may also play. The host then has
     nothing to do for a row until its answer ends. Not for a server."""
@@ -69,18 +71,34 @@ class RequestEngine:
         """Raises UserError if the memory does not suffice."""
         self.model = model
         self.settings = settings
-        self.batch = repeat_calls(_build, model, {"settings": settings})
-        chunk = None if settings.together else settings.prefill_chunk
-        self.worker = Worker(self.batch, chunk, min(settings.refill, self.batch.max_rows), settings.in_blocks)
-        batch = self.batch
+        self.batch = batch = repeat_calls(_build, model, {"settings": settings})
         self.longest = min(position_limit(model.config), batch.capacity - batch.depth - 1 - batch.nodes)
         """Most tokens of a prompt and its answer together."""
+        self.is_closed = False
+        # Prompts that start together are each read as a whole. A single row can only hold an earlier one.
+        shares, least = not settings.together or batch.max_rows == 1, LEAST_SHARED if self._refill > 1 else 1
+        self._start(Rows(batch.max_rows, least if shares else None))
+
+    @property
+    def _refill(self) -> int:
+        return min(self.settings.refill, self.batch.max_rows)
+
+    def _start(self, rows: Rows) -> None:
+        settings = self.settings
+        chunk = None if settings.together else settings.prefill_chunk
+        self.worker = Worker(self.batch, rows, chunk, self._refill, settings.in_blocks)
         self.clients, self.waiting = self.worker.clients, self.worker.intake.waiting
-        self._is_closed = False
+
+    def restart(self) -> None:
+        """Forget the requests, which have all ended, with their counts and what "auto" has learned from them. The rows
+        keep their tokens, and a single row's next request reuses them."""
+        self.worker.wait()
+        self._start(self.worker.rows)
 
     def prepare(self, usual: Sampling | None = None) -> None:
         """Before the first step: measure the plans of method "auto", and capture what most requests need. Other rounds
-        are captured when they are first played. usual: settings whose penalties the captured rounds have."""
+        are captured when they are first played. Without effect after `restart`. usual: settings whose penalties the
+        captured rounds have."""
         with torch.no_grad(), torch.cuda.device_of(self.model.lm_head.weight):
             if self.settings.together or self.settings.kind is None:
                 self.batch.capture(usual)
@@ -107,8 +125,8 @@ class RequestEngine:
     def close(self, keeps: bool = False) -> None:
         """Let the other ranks that share the target go on. keeps: whether all requests have ended without a fault, so
         that a later engine can have the batch."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             if keeps:
                 self.worker.wait()
                 if self.batch.pooled.kind is not None:

@@ -12,7 +12,7 @@ from longspec.inference.cache import fault_message
 from longspec.inference.engine.backlog import Backlog
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.clients import Clients
-from longspec.inference.engine.intake import LEAST_SHARED, Intake, Outcome
+from longspec.inference.engine.intake import Intake, Outcome
 from longspec.inference.engine.requests import FinishReason, Tokens, Tree, round_origins
 from longspec.inference.engine.round_record import Flight, RowRound, read_scores
 from longspec.inference.engine.rows import Roster, Row, Rows
@@ -25,14 +25,12 @@ class Worker:
     never waits for the host. A request that has ended can thus take part in one more round, whose result is dropped.
     """
 
-    def __init__(self, batch: Batch, prefill_chunk: int | None, refill: int = 1, in_blocks: bool = False) -> None:
-        """prefill_chunk: most prompt tokens that are read between two rounds; None for requests that start together,
-        each on a row of its own. refill, in_blocks: see `EngineSettings`."""
-        self.batch = batch
+    def __init__(self, batch: Batch, rows: Rows, prefill_chunk: int | None, refill: int, in_blocks: bool) -> None:
+        """rows: idle ones. prefill_chunk: most prompt tokens that are read between two rounds; None for requests that
+        start together, each on a row of its own. refill, in_blocks: see `EngineSettings`."""
+        self.batch, self.rows = batch, rows
         self.in_blocks = in_blocks and (batch.depth == 0 or bool(batch.plans)) and not batch.details
         self.backlog = Backlog(batch.max_rows)
-        least = LEAST_SHARED if refill > 1 else 1
-        self.rows = Rows(batch.max_rows, None if prefill_chunk is None else least)
         self.clients = Clients()
         self.counts = self.clients.counts
         self.ahead = 1 if batch.runner.capturable else 0
