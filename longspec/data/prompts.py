@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,6 +181,12 @@ def loops(tokens: Sequence[int]) -> bool:
         if len(set(grams)) < LOOP_SHARE * len(grams):  # a loop repeats the same few n-grams
             return True
     return False
+
+
+def up_to_last_sentence(text: str) -> str:
+    """A text without what follows its last complete line or sentence; empty if it has none."""
+    ends = [match.end() for match in re.finditer(r"\n|[.!?](?=\s)", text)]
+    return text[: ends[-1]].strip() if ends else ""
 
 
 def before_loop(tokens: list[int]) -> list[int]:

@@ -29,11 +29,11 @@ REFERENCE, WIDTH = 1.54e9, 1536
 PASS, DECODE, HALF_BATCH = 268_000.0, 42_000.0, 128
 """Tokens/s of its forward pass in training, and of text that it writes in the largest batches. A batch of HALF_BATCH
 rows has half of this speed."""
-PREFILL, MOST_PREFILL = 0.4, 75_000.0
+PREFILL, MOST_PREFILL = 0.4, 65_000.0
 """Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most (of small targets on a GPU)."""
 DRAFT_S, NARROW = 4e-6, 0.7
 """Seconds per token that its draft takes to train, and the part of it that the draft of a narrow target takes."""
-FILLED, CHAT_FILLED = 0.75, 0.5
+FILLED, CHAT_FILLED = 0.75, 0.35
 """Mean length of answers to prompts, and of turns of conversations, relative to the longest."""
 BANDWIDTH, CPU_BANDWIDTH, ROUND_S = 2.6e12, 1e10, 1e-3
 """Bytes/s at which weights are read for a single row, and the rest of a round in seconds."""
@@ -48,7 +48,7 @@ ATTENTION = 2
 """Time of attention in a training step, the draft's included, relative to that in `pass_seconds`."""
 COMPOSED, FILE_TOKENS = 300_000, 4_800
 """Tokens/s of prompts that are composed, and mean tokens of a source file."""
-WARM_UP_S = 3.5
+WARM_UP_S = 2.5
 """Seconds of the first sample of a method, a temperature and a context on a GPU."""
 ROUND_TOKENS, TREE_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}, 2.5
 """Tokens per round, as far as they differ from those of a tree."""

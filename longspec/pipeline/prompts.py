@@ -155,6 +155,8 @@ class Makers:
     split: str
 
     def __post_init__(self) -> None:
+        self.chat_tokens: dict[int, int] = {}
+        """Number of tokens of a conversation as earlier turns, by the id of its object."""
         self.packages: dict[str, list[SourceFile]] = {}
         for file in [*self.texts.code, *self.texts.documents]:
             self.packages.setdefault(file.package, []).append(file)
@@ -265,7 +267,9 @@ class Makers:
             return {"messages": asked}
         room = tokens - MARGIN - len(self.target.prompt_ids({"messages": asked}))
         for others in _others(self.texts.chats, turns, chance):
-            size = self.target.count("\n".join(turn["content"] for turn in others)) + self.target.exchange_overhead
+            if (size := self.chat_tokens.get(id(others))) is None:
+                text = "\n".join(turn["content"] for turn in others)
+                size = self.chat_tokens[id(others)] = self.target.count(text) + self.target.exchange_overhead
             if size <= room:
                 earlier += others
                 room -= size

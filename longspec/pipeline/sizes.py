@@ -127,10 +127,11 @@ def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[
     shortest = max(last // 15, min(600, last // 2))
     recipe = load_settings(RECIPE, [f"target={target.name}", f"prompts.contexts=[{shortest},{last}]"])
     recipe.tp_size, recipe.text = tp_size, list(text)
-    batch = recipe.chat.batch_size * (recipe.chat.max_turn_tokens + recipe.chat.max_new_tokens) * target.slot_bytes
-    if machine.gpus and tp_size == 1 and 2 * (target.bytes + batch) < TIGHT * machine.memory:
-        # Two processes keep a GPU busy with short answers.
-        recipe.chat.processes = recipe.answers["short"].processes = 2
+    if machine.gpus and tp_size == 1:
+        # Two processes keep a GPU busy with short answers. As many for long prompts need no new start.
+        for name, run in {"chat": recipe.chat, **recipe.answers}.items():
+            batch = run.batch_size * (longest if name.startswith("long") else 2 * ROW) * target.slot_bytes
+            run.processes = 2 if 2 * (target.bytes + batch) < TIGHT * machine.memory else 1
     for number, stage in enumerate(recipe.training.stages.values()):
         _fit_stage(stage, number, target, machine, longest if number else min(ROW, longest))
     if tp_size == 1 and target.config.num_hidden_layers > 3:

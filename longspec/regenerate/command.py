@@ -72,7 +72,7 @@ def _parser(prog: str) -> Parser:
     add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")
     add("--count", type=int, help="number of prompts to write, or of records in --files to answer (0: all)")
     add("--max_prompt_tokens", type=int, help="leave out longer prompts (0: keep all that fit)")
-    add("--max_turn_tokens", type=int, help="leave out longer user turns that the target writes")
+    add("--max_turn_tokens", type=int, help="longest user turn that the target writes")
     add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts to leave out")
 
     add = parser.add_argument_group("answers").add_argument

@@ -8,7 +8,15 @@ from typing import Any
 
 from longspec.command_line import drafting_of
 from longspec.data.aligners import Turn
-from longspec.data.prompts import PromptFiles, SourcePrompt, answered, before_loop, loops, user_turn_marks
+from longspec.data.prompts import (
+    PromptFiles,
+    SourcePrompt,
+    answered,
+    before_loop,
+    loops,
+    up_to_last_sentence,
+    user_turn_marks,
+)
 from longspec.data.records import Record
 from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
@@ -115,12 +123,14 @@ class Writer:
         self._answer(shards, finish=lambda number: None)
         for shard in shards:
             for row, answer in zip(shard.rows, shard.answers, strict=True):
-                # A user turn without its end is no question; a cut answer is still good training text.
-                is_cut_off = answer[-1] not in self.turn_stop_ids
-                if reason := "cut off" if is_cut_off else self._defect(answer, self.turn_stop_ids):
+                content, reason = self._text(answer, self.turn_stop_ids), self._defect(answer, self.turn_stop_ids)
+                if not reason and answer[-1] not in self.turn_stop_ids:
+                    content = up_to_last_sentence(content)
+                    reason = None if content else "cut off"
+                if reason:
                     shard.dropped[f"user turns: {reason}"] += 1
                     continue
-                turns: list[Turn] = [{"role": "user", "content": self._text(answer, self.turn_stop_ids)}]
+                turns: list[Turn] = [{"role": "user", "content": content}]
                 text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
                 shard.prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
 

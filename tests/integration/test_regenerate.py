@@ -125,6 +125,18 @@ def test_no_two_splits_shards_or_uses_share_a_seed(tmp_path: Path) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
+def answer_with(monkeypatch: pytest.MonkeyPatch, *answers: list[list[int]]) -> None:
+    """Let the target answer with these token ids: those of its first batch, then of the next one."""
+    batches = iter(answers)
+
+    def answer_all(model: Any, drafting: Any, requests: Any, rows: Any, listener: Listener, window: Any) -> None:
+        for number, ids in enumerate(next(batches)):
+            listener.take(number, Tokens(ids, []))
+            listener.finish(number, GenerationStats())
+
+    monkeypatch.setattr("longspec.regenerate.writer.answer_all", answer_all)
+
+
 def test_an_answer_is_kept_up_to_its_repetition_loop(
     target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,16 +144,20 @@ def test_an_answer_is_kept_up_to_its_repetition_loop(
     text, loop = list(range(40, 80)), [50, 51, 52] * 60
     assert not any(map(loops, (list(range(300)), [], [1, 2])))
     assert loops([1, 2, 3] * 20) and loops([*range(300), *[7, 8, 9] * 40])
-
-    def answer_all(model: Any, drafting: Any, requests: Any, rows: Any, listener: Listener, window: Any) -> None:
-        for number, ids in enumerate([[*text, *loop, 2], text + loop, [*loop, 2], [*text, 2]]):
-            listener.take(number, Tokens(ids, []))
-            listener.finish(number, GenerationStats())
-
-    monkeypatch.setattr("longspec.regenerate.writer.answer_all", answer_all)
+    answer_with(monkeypatch, [[*text, *loop, 2], text + loop, [*loop, 2], [*text, 2]])
     written = read(regenerate(settings(target, tmp_path, files=(str(questions),), count=4)))
     assert [(record["new_tokens"], record["finished"]) for record in written] == [(46, False), (46, False), (41, True)]
     assert "'answers: loops': 1" in (tmp_path / "train.provenance.yaml").read_text()
+
+
+def test_a_cut_user_turn_ends_with_its_last_sentence_or_line(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = [byte_tokenizer()(text)["input_ids"] for text in ("Sum 1.5 and 2. Halve it.\nThen pri", "a = 1\nb = ", "What is a do")]
+    answer_with(monkeypatch, cut, [[*cut[2], 2]] * 2)
+    written = read(regenerate(settings(target, tmp_path, count=3)))
+    assert [record["messages"][0]["content"] for record in written] == ["Sum 1.5 and 2. Halve it.", "a = 1"]
+    assert "'user turns: cut off': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 
 def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

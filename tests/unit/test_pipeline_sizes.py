@@ -94,6 +94,7 @@ def test_stage_1_reads_about_as_many_tokens_of_source_files_as_of_the_targets_ow
         settings = chosen_settings(QWEN, H100, hours, 32768)
         tokens = estimate(settings, QWEN, H100).tokens
         assert 1 < settings.code.train_files * FILE_TOKENS / (tokens["chat"] + tokens["answers"]) < 3, "read twice"
+        assert {run.processes for run in settings.answers.values()} == {2}, "they share their processes"
         assert sorted(settings.training.stages["stage1"].answers) == ["chat", "chat", "short", "short", "source"]
 
 
