@@ -43,7 +43,8 @@ class Settings:
     max_prompt_tokens: int = 0
     """Longest prompt, in tokens; longer ones are left out. 0 keeps all that leave room for max_new_tokens."""
     max_turn_tokens: int = 256
-    """Longest user turn that the target writes, in tokens. A longer one ends with its last complete sentence or line."""
+    """Longest user turn that the target writes, in tokens. A longer one ends with its last complete sentence or line.
+    """
     batch_size: int = 256
     """Largest number of rows in a batch."""
     shard_size: int = 0
