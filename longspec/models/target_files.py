@@ -20,12 +20,8 @@ from longspec.untrusted import check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ADAPTER_FILES = (
-    "adapter_config.json",
-    "adapter_*.*",
-    "adapters.*",
-    "lora*.*",
-    "*[-_]lora*.safetensors",
-    "lit_model*.lora*",
+    *("adapter_config.json", "adapter_*.*", "adapters.*"),
+    *("lora*.*", "*[-_]lora*.safetensors", "lit_model*.lora*"),
 )
 """Files of PEFT, MLX, diffusers, torchtune and LitGPT."""
 TARGET_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
