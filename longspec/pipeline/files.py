@@ -42,8 +42,8 @@ def claim(file: Path, facts: dict[str, Any], added: Collection[str] = ()) -> Non
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file. An incomplete last line is ignored."""
-    lines = file.read_bytes().split(b"\n")[:-1]
+    """The records of a JSONL file, [] if there is none. An incomplete last line is ignored."""
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines if line.strip()]
 
 

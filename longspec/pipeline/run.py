@@ -175,7 +175,7 @@ def finished(settings: Settings, root: Path) -> Done:
         **{name: is_trained(name, settings, root) for name in settings.training.stages},
         "evaluation": evaluation_folder(root).exists() and not missing_samples(settings, root),
     }
-    lines = read_jsonl(root / TIMES) if (root / TIMES).exists() else []
+    lines = read_jsonl(root / TIMES)
     seconds = {line["step"]: line["seconds"] for line in lines}
     took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
     return {name: f"done in {time:,.0f} s" if time > DONE_S else "done" for name, time in took.items()}
