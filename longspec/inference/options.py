@@ -106,7 +106,6 @@ def sampling_settings(
             check_option(name, value)
         return filters | token_settings(values, stop_ids, vocab, prompt_length)
     except UserError as error:
-        name = str(error).partition(":")[0]
-        if name in arguments:
+        if (name := str(error).partition(":")[0]) in arguments:
             raise
         raise UserError(f"generation_config.{error}; correct the file, or give {name} yourself") from error

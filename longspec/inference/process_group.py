@@ -70,11 +70,9 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
                     yield
         except RuntimeError as error:
             # The collectives of the others fail when a rank is gone.
-            lost = watch.lost_rank()
-            if lost is None:
+            if (lost := watch.lost_rank()) is None:
                 raise
-            reporter = 1 if lost == 0 else 0
-            if rank == reporter and stop.received is None:
+            if rank == (1 if lost == 0 else 0) and stop.received is None:
                 print(f"error: rank {lost} is gone, so all ranks that share the target end", file=sys.stderr)
             raise SystemExit(1) from error
         finally:
@@ -108,8 +106,7 @@ def check_launch(tp_size: int, world_size: int, device: str | None) -> torch.dev
         return chosen
     if chosen.index is not None:
         raise UserError(f"--device {device}: each rank of --tp_size takes the GPU of its number; give cuda")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
-    if ranks > torch.cuda.device_count():
+    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))) > torch.cuda.device_count():
         raise UserError(f"--tp_size {tp_size}: {ranks} ranks on a machine with {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 

@@ -176,8 +176,7 @@ def dequantized(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """
     restored = dict(state)
     for name in [name for name, weight in state.items() if weight.dtype == torch.int8]:
-        scale = restored.pop(name + SCALE, None)
-        if scale is None or scale.shape != state[name].shape[:1]:
+        if (scale := restored.pop(name + SCALE, None)) is None or scale.shape != state[name].shape[:1]:
             raise UserError(f"{source}: {name} is int8 without {name + SCALE}, one scale per row; save the draft again")
         restored[name] = state[name].float() * scale.float()[:, None]
     return restored

@@ -83,8 +83,7 @@ class SampleFile:
         of other options. Older samples do not state theirs."""
         missing = []
         for prompt in cell.prompts:
-            measured = self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))
-            if measured is None:
+            if (measured := self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))) is None:
                 missing.append(prompt)
             elif measured["prompt"] != prompt_digest(prompt):
                 raise OtherSettings(f"{self.path.parent}: contains samples of other prompts; remove this folder")

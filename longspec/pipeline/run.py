@@ -47,8 +47,7 @@ Steps = dict[str, Callable[[], object]]
 def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
     for name in ("hours", "contexts"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} {value}: must be a positive number")
     options.target = _absolute(options.target)
     options.evaluate = options.evaluate and _absolute(options.evaluate)
@@ -175,8 +174,7 @@ def finished(settings: Settings, root: Path) -> Done:
         **{name: is_trained(name, settings, root) for name in settings.training.stages},
         "evaluation": evaluation_folder(root).exists() and not missing_samples(settings, root),
     }
-    lines = read_jsonl(root / TIMES)
-    seconds = {line["step"]: line["seconds"] for line in lines}
+    seconds = {line["step"]: line["seconds"] for line in read_jsonl(root / TIMES)}
     took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
     return {name: f"done in {time:,.0f} s" if time > DONE_S else "done" for name, time in took.items()}
 

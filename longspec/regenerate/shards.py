@@ -90,8 +90,7 @@ class SplitShards:
             head, *records = map(json.loads, self.path(shard).read_bytes().splitlines())
             dropped.update(head["dropped"])
             for row, record in enumerate(records):
-                key = prompt_key(record)
-                if key in seen:
+                if (key := prompt_key(record)) in seen:
                     dropped["prompts: duplicates or excluded"] += 1
                     continue
                 seen.add(key)

@@ -46,8 +46,7 @@ def check_server(args: Any, config: PreTrainedConfig) -> None:
     if not args.speculative_draft_model_path:
         raise UserError("--speculative-draft-model-path: missing; give the draft's folder, file or hub id")
     for name, only in ONLY.items():
-        value = getattr(args, name, only)
-        if value != only:
+        if (value := getattr(args, name, only)) != only:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} {value}: not supported with GLIDE, only {only}; leave it out")
     steps, topk, nodes = (getattr(args, name) for name in DEFAULT_TREE)

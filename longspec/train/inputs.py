@@ -151,8 +151,7 @@ def fresh_vocabulary(config: TrainConfig, inputs: Inputs) -> Tensor | None:
     EOS and the tokenizer's added and special tokens are preferred, if they occur. None without the key. config: that of
     this machine, which names the target's folder.
     """
-    size = config.model.draft_vocabulary
-    if size is None:
+    if (size := config.model.draft_vocabulary) is None:
         return None
     tokenizer = inputs.tokenizer
     always = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}

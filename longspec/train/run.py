@@ -115,8 +115,7 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
         held_out_rows=held_out_rows,
         evaluation_due=evaluation_due,
     )
-    finished = trainer.run(termination)
-    if finished:
+    if finished := trainer.run(termination):
         log_next_command(run_config)
     return finished
 

@@ -61,8 +61,7 @@ def native_library() -> ctypes.CDLL | None:
 
 def _compiled() -> Path:
     """The compiled file, which another process may compile at the same time. Raises OSError or SubprocessError."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
+    if (compiler := shutil.which("gcc")) is None:
         raise FileNotFoundError("gcc is not installed")
 
     # A home folder can be shared by machines with different CPUs and compilers.
