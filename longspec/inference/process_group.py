@@ -44,8 +44,7 @@ _sent: deque[tuple[dist.Work, Tensor]] = deque()
 def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterator[None]:
     """Context of a command whose target is shared by the `tp_size` ranks of its launch; 1 changes nothing. Only rank 0
     enters it; the others follow and exit when it leaves. A signal to any rank reaches `stop` on rank 0; a rank that
-    dies ends the others (see `ranks.peers`). Raises UserError, on one rank, for a launch that does not fit.
-    """
+    dies ends the others (see `ranks.peers`). Raises UserError, on one rank, for a launch that does not fit."""
     if tp_size < 1:
         raise UserError(f"--tp_size: {tp_size}; it must be at least 1")
     if tp_size == 1:
