@@ -54,8 +54,7 @@ def answer_files(root: Path, names: list[str], split: str) -> list[str]:
     """
     once = names if split == "train" else dict.fromkeys(names)
     files = [answers_file(root, name, split).absolute() for name in once]
-    existing = [str(file) for file in files if file.exists()]
-    if not existing:
+    if not (existing := [str(file) for file in files if file.exists()]):
         raise UserError(f"{files[0]}: no such file; the target has not written it yet")
     return existing
 

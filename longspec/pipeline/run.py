@@ -154,8 +154,7 @@ def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
         print(f"step {number + 1} of {len(steps)}: {name}, {own}; {rest}", flush=True)
         began = time.perf_counter()
         step()
-        seconds = time.perf_counter() - began
-        if seconds > DONE_S:
+        if (seconds := time.perf_counter() - began) > DONE_S:
             spent, expected = spent + seconds, expected + planned.seconds[name]
         if name not in done or seconds > DONE_S:
             line = {"step": name, "seconds": round(seconds, 1), "estimate": round(planned.seconds[name], 1)}

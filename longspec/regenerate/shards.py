@@ -35,9 +35,7 @@ class SplitShards:
 
     def __init__(self, settings: Settings, total: int, facts: dict[str, Any]) -> None:
         """total: number of prompts in all shards. facts: what determines their text, and versions of the libraries."""
-        self.settings = settings
-        self.total = total
-        self.facts = facts
+        self.settings, self.total, self.facts = settings, total, facts
         self.count = -(-total // settings.shard_size)
         self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
