@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pairs import make_pair
@@ -49,8 +50,8 @@ def chat_tokenizer():
     return byte_tokenizer(TEMPLATE)
 
 
-def encode(prompts: list[str | list[Turn]], variables: object = None) -> list[list[int]]:
-    tokenizer = chat_tokenizer()
+def encode(prompts: list[str | list[Turn]], variables: object = None, tokenizer: Any = None) -> list[list[int]]:
+    tokenizer = tokenizer or chat_tokenizer()
     texts = [p if isinstance(p, str) else conversation_text(p, "llama", tokenizer, "tokenizer") for p in prompts]
     return encode_texts(texts, tokenizer)
 

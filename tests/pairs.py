@@ -30,20 +30,10 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 16}, "mistral":
 
 def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
     """3 layers, GQA 4/2; wide initial weights, so that logits differ clearly between tokens."""
-    settings: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+    settings: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    settings |= {"initializer_range": 0.3, "tie_word_embeddings": False}
+    settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     return GLIDE[family].target_class.config_class(**(settings | OWN_SETTINGS.get(family, {}) | overrides))
 
 

@@ -8,13 +8,12 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-from http_server import EOS, NAME, POSITIONS, chat_tokenizer
+from http_server import EOS, NAME, POSITIONS, chat_tokenizer, encode
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from tiny_tokenizer import VOCAB_SIZE
 from transformers import GenerationConfig
 
-from longspec.data.templates import conversation_text, encode_texts
 from longspec.inference.arguments import check_request
 from longspec.inference.engine.requests import Event, Finished, FinishReason, OnEvent, Request, Snapshot, Ticket, Tokens
 from longspec.inference.server.app import build_app
@@ -74,13 +73,11 @@ class Script:
 def application(
     script: Script, limits: Limits = LIMITS, config: GenerationConfig | None = None, **options: Any
 ) -> Starlette:
-    def encode(prompts: list[Any], variables: Any = None) -> list[list[int]]:
-        texts = [p if isinstance(p, str) else conversation_text(p, "llama", TOKENIZER, "tokenizer") for p in prompts]
-        return encode_texts(texts, TOKENIZER)
+    def own(prompts: list[Any], variables: Any = None) -> list[list[int]]:
+        return encode(prompts, variables, TOKENIZER)  # which tests replace
 
-    served = ServedModel(
-        NAME, "tree", TOKENIZER, encode, frozenset({EOS}), POSITIONS, VOCAB_SIZE, config or GenerationConfig()
-    )
+    config = config or GenerationConfig()
+    served = ServedModel(NAME, "tree", TOKENIZER, own, frozenset({EOS}), POSITIONS, VOCAB_SIZE, config)
     return build_app(served, script, limits, **options)
 
 

@@ -48,9 +48,7 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
     """
     if not sources and sys.stdin.isatty():
         raise UserError("no prompts: give them as arguments, as .txt or .jsonl files, or on stdin")
-    prompts: list[Prompt] = []
-    for number, source in enumerate(sources or [STDIN], 1):
-        prompts += _read(source, number)
+    prompts = [one for number, source in enumerate(sources or [STDIN], 1) for one in _read(source, number)]
     if not prompts:
         raise UserError(f"no prompts in {', '.join(sources) or 'stdin'}: all lines are blank")
     if unread := set().union(*(prompt.unread for prompt in prompts)):

@@ -102,8 +102,7 @@ class Session:
         # The whole conversation is encoded again, because a template can show old turns differently from the newest.
         turns: list[Turn] = [*self.turns, {"role": "user", "content": text}]
         (prompt,) = self.pair.encode([turns])
-        free_positions = self.pair.positions - len(prompt)
-        if free_positions < 1:
+        if (free_positions := self.pair.positions - len(prompt)) < 1:
             problem = f"has {len(prompt)} tokens, but the target takes {self.pair.positions}; start over with /reset"
             raise UserError(f"the conversation {problem}")
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, free_positions))

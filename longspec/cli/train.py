@@ -42,8 +42,7 @@ class LaunchOptions:
 @command()
 def train(
     config: Annotated[
-        str,
-        typer.Argument(help="Name of a file in the configuration folder, without .yaml.", autocompletion=_complete),
+        str, typer.Argument(help="Name of a file in the configuration folder, without .yaml.", autocompletion=_complete)
     ],
     options: LaunchOptions,
     overrides: Annotated[

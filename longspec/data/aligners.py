@@ -142,8 +142,7 @@ def _turn(turn: object, field: str) -> Turn:
     # OpenAI writes role and content, ShareGPT from and value.
     is_sharegpt = "from" in turn and "role" not in turn
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
-    role = text_of(turn.get(role_key), f"{field}.{role_key}")
-    if role not in ROLES:
+    if (role := text_of(turn.get(role_key), f"{field}.{role_key}")) not in ROLES:
         raise RecordError(f"{field}.{role_key}", f"is '{role}'; use one of {', '.join(ROLES)}")
     content = turn.get(content_key)
     check_fields(turn, REFUSED_IN_TURNS, f"{field}.", content if isinstance(content, str) else "")

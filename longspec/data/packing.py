@@ -54,8 +54,7 @@ def _best_fit(lengths: list[int], max_length: int) -> tuple[np.ndarray, int]:
     row_of = np.empty(len(lengths), dtype=np.int64)
     row_count = 0
     for sample, length in enumerate(tqdm(lengths, desc="Packing", unit=" samples")):
-        fitting = rooms >> length
-        if fitting:
+        if fitting := rooms >> length:
             # x & -x isolates the lowest set bit.
             room = length + (fitting & -fitting).bit_length() - 1
             row = rows_by_room[room].pop()

@@ -168,9 +168,7 @@ def unread_note(names: Collection[str]) -> str:
 def check_sampling(record: Record) -> None:
     """Raise RecordError if a record that asks for an answer sets an option of it."""
     check_fields(
-        record,
-        SAMPLING_FIELDS,
-        problem="is not read from records; the options of the command apply to all; remove it",
+        record, SAMPLING_FIELDS, problem="is not read from records; the options of the command apply to all; remove it"
     )
 
 

@@ -136,7 +136,7 @@ def record_kind(record: Record) -> Kind:
 def text_of(value: Any, field: str) -> str:
     """`value`, if it is a string that UTF-8 can encode. Raises RecordError otherwise."""
     if not isinstance(value, str):
-        raise RecordError(field, f"must be a string, not {_type_name(value)}")
+        raise RecordError(field, f"must be a string, not {'null' if value is None else type(value).__name__}")
     try:
         # JSON can escape one half of a surrogate pair; tokenizers fail on such text.
         value.encode("utf-8")
@@ -145,7 +145,3 @@ def text_of(value: Any, field: str) -> str:
             field, "holds half of a surrogate pair (\\ud800 … \\udfff), which is not valid text"
         ) from None
     return value
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

@@ -150,8 +150,7 @@ class SlotWriter(Cache):
     def __init__(self, cache: TargetCache, slots: Tensor) -> None:
         """slots: LongTensor [B, N], where the pass stores its tokens."""
         super().__init__(layers=[])
-        self.cache = cache
-        self.slots = slots
+        self.cache, self.slots = cache, slots
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

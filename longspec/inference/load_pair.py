@@ -50,8 +50,7 @@ def read_target(pair: Pair, chat_template_kwargs: TemplateArguments) -> tuple[Pa
     """The pair with its stop tokens, the target's configuration and its tokenizer. Raises UserError for misfits."""
     config = read_config(pair.target)
     family_class(config, pair.target)
-    ranks = model_parallel_rank_and_size()[1]
-    if ranks == 1:
+    if (ranks := model_parallel_rank_and_size()[1]) == 1:
         check_weights(pair.target, config)
     else:
         check_shared(config, ranks, pair.target)
@@ -70,8 +69,7 @@ def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch
 
     def load() -> GlideMixin:
         model_class = family_class(read_config(target), target)
-        ranks = model_parallel_rank_and_size()[1]
-        if ranks > 1:
+        if (ranks := model_parallel_rank_and_size()[1]) > 1:
             torch.manual_seed(0)  # for a fresh draft
         model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype)
         if ranks > 1:

@@ -27,8 +27,7 @@ DEFAULT_GAMMA = 4
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """The nodes of each level of a tree, written with commas or spaces. Raises UserError."""
-    widths = text.replace(",", " ").split()
-    if not widths or not all(width.isdecimal() for width in widths):
+    if not (widths := text.replace(",", " ").split()) or not all(width.isdecimal() for width in widths):
         raise UserError(f"--tree_shape: {text!r}; give the nodes of each level, as in 4,16,16")
     return tuple(map(int, widths))
 

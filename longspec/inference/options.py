@@ -16,10 +16,7 @@ FILE_OPTIONS = (*FILTER_OPTIONS, *TOKEN_OPTIONS)
 STOPPING = ("max_time", "stop_strings")
 """Options that only `model.generate` supports, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
-    "encoder_repetition_penalty": 1.0,
-    "guidance_scale": 1.0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
+    **{"encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "num_beams": 1, "num_beam_groups": 1},
     **{name: FILTERS[name] for name in FILTER_OPTIONS},
     **TOKEN_OPTIONS,
 }
@@ -109,7 +106,6 @@ def sampling_settings(
             check_option(name, value)
         return filters | token_settings(values, stop_ids, vocab, prompt_length)
     except UserError as error:
-        name = str(error).partition(":")[0]
-        if name in arguments:
+        if (name := str(error).partition(":")[0]) in arguments:
             raise
         raise UserError(f"generation_config.{error}; correct the file, or give {name} yourself") from error

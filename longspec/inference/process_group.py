@@ -44,8 +44,7 @@ _sent: deque[tuple[dist.Work, Tensor]] = deque()
 def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterator[None]:
     """Context of a command whose target is shared by the `tp_size` ranks of its launch; 1 changes nothing. Only rank 0
     enters it; the others follow and exit when it leaves. A signal to any rank reaches `stop` on rank 0; a rank that
-    dies ends the others (see `ranks.peers`). Raises UserError, on one rank, for a launch that does not fit.
-    """
+    dies ends the others (see `ranks.peers`). Raises UserError, on one rank, for a launch that does not fit."""
     if tp_size < 1:
         raise UserError(f"--tp_size: {tp_size}; it must be at least 1")
     if tp_size == 1:
@@ -70,11 +69,9 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
                     yield
         except RuntimeError as error:
             # The collectives of the others fail when a rank is gone.
-            lost = watch.lost_rank()
-            if lost is None:
+            if (lost := watch.lost_rank()) is None:
                 raise
-            reporter = 1 if lost == 0 else 0
-            if rank == reporter and stop.received is None:
+            if rank == (1 if lost == 0 else 0) and stop.received is None:
                 print(f"error: rank {lost} is gone, so all ranks that share the target end", file=sys.stderr)
             raise SystemExit(1) from error
         finally:
@@ -108,8 +105,7 @@ def check_launch(tp_size: int, world_size: int, device: str | None) -> torch.dev
         return chosen
     if chosen.index is not None:
         raise UserError(f"--device {device}: each rank of --tp_size takes the GPU of its number; give cuda")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
-    if ranks > torch.cuda.device_count():
+    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))) > torch.cuda.device_count():
         raise UserError(f"--tp_size {tp_size}: {ranks} ranks on a machine with {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 

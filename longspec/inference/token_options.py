@@ -94,8 +94,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_word_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Options with `bad_words`, texts, replaced by bad_words_ids. Raises UserError for a text that is none."""
-    words = options.get("bad_words")
-    if words is None:
+    if (words := options.get("bad_words")) is None:
         return dict(options)
     rest = {name: value for name, value in options.items() if name != "bad_words"}
     return rest | {"bad_words_ids": [*(rest.get("bad_words_ids") or []), *word_ids(words, tokenizer)]}
@@ -108,8 +107,7 @@ def word_ids(words: Iterable[str], tokenizer: Any) -> list[list[int]]:
         if not isinstance(word, str) or not word.strip():
             raise UserError(f"bad_words: {word!r}; give texts that are not empty")
         for text in (word.lstrip(), f" {word.lstrip()}"):
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if ids:
+            if ids := tokenizer(text, add_special_tokens=False)["input_ids"]:
                 found[tuple(ids)] = None
     return [list(ids) for ids in found]
 

@@ -72,8 +72,7 @@ class ResumableJob:
 
     def end(self, done: int) -> None:
         """Raise SystemExit if a rank has received a stop signal, after one line. done: number of results, on rank 0."""
-        received = self.stop.received
-        if received is None:
+        if (received := self.stop.received) is None:
             return
         if self.replicas.rank == 0:
             line = f"stopped by {signal.Signals(received).name}: {done} of {self.total} {self.item}s are done"

@@ -25,8 +25,7 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
     Logs once why a GPU runs on torch's own kernels alone, and with "auto" which missing package or other dtype would
     provide a faster attention. Raises UserError for an unknown name, and for one that cannot run here.
     """
-    name = attention_name(attention, device, dtype, head_dim)
-    if name == DETERMINISTIC:
+    if (name := attention_name(attention, device, dtype, head_dim)) == DETERMINISTIC:
         from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 
         return DeterministicBackend(DeterministicAttention())
@@ -97,8 +96,7 @@ def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
         return None if runs_native(device, dtype) else "it needs a CPU, float32 and gcc"
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
-    plain = plain_gpu(device)
-    if plain:
+    if plain := plain_gpu(device):
         return plain
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it does not take {dtype}"

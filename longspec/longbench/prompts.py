@@ -83,8 +83,7 @@ def read_questions(
         values = {field: text_of(record.get(field), field) for field in fields}
         return str(identity), chat_prompt(template.format(**values), family, tokenizer, chat_format, answer_prefix)
 
-    questions = list(read_records(path, question))
-    if not questions:
+    if not (questions := list(read_records(path, question))):
         raise UserError(f"{path}: no record, all lines are blank")
     return questions
 

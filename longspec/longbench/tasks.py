@@ -53,9 +53,7 @@ TASKS = {
         answer_prefix="Summary:",
     ),
     "lcc": Task(
-        "Please complete the code given below. \n{context}Next line of code:\n",
-        64,
-        code_prompt=PUBLISHED_CODE_PROMPT,
+        "Please complete the code given below. \n{context}Next line of code:\n", 64, code_prompt=PUBLISHED_CODE_PROMPT
     ),
     "repobench-p": Task(
         "Please complete the code given below. \n{context}{input}Next line of code:\n",

@@ -13,8 +13,7 @@ _classes: dict[str, type[Draft]] = {"eagle3": Eagle3Draft}
 
 def add_architecture(draft: type[Draft]) -> None:
     """Make a draft class known under its architecture's name. Raises UserError for a name that exists."""
-    name = draft.options_class.architecture
-    if name in architectures():
+    if (name := draft.options_class.architecture) in architectures():
         raise UserError(f"register_draft: there is an architecture {name!r}; choose another name")
     _classes[name] = draft
 

@@ -89,8 +89,6 @@ class DraftOptions(Options):
 PUBLISHED = DraftOptions()
 OPTION_KEYS = {name: f"draft_{name}" for name in asdict(PUBLISHED)}
 """Keys of the options in a draft's `config.json` and in the metadata of its weight file."""
-FIXED = ("kv_layers", "target_feature", "mlp_size")
-"""Options on which the weights depend, so that they cannot change after the first stage."""
 DEAD_WEIGHTS = {f"cross_attn.{p}_proj.{kind}" for p in "kv" for kind in ("weight", "bias")}
 """Weights in the published drafts that have no use: the cross-attention reads the target's keys and values."""
 

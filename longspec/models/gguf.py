@@ -52,8 +52,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
         reader = GGUFReader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items() if name.startswith(READ)}
         _check_whole(metadata)
-        architecture = metadata["general.architecture"]
-        if architecture not in ARCHITECTURES:
+        if (architecture := metadata["general.architecture"]) not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"a GGUF file of architecture {architecture!r}; supported are {known}")
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[architecture]]

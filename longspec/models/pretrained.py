@@ -31,12 +31,8 @@ from longspec.models.weight_checks import check_all_used, check_weights
 from longspec.models.weight_files import stored_weights, weight_errors, without_bar
 
 LOADED_WITH = (
-    "hf_device_map",
-    "hf_quantizer",
-    "is_quantized",
-    "quantization_method",
-    "is_loaded_in_4bit",
-    "is_loaded_in_8bit",
+    *("hf_device_map", "hf_quantizer", "is_quantized", "quantization_method"),
+    *("is_loaded_in_4bit", "is_loaded_in_8bit"),
 )
 """Attributes that transformers' `from_pretrained` sets on a model for its `to` and `save_pretrained`."""
 
@@ -139,10 +135,7 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             generation._original_object_hash = hash(generation)
 
     def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | Path,
-        is_main_process: bool = True,
-        **kwargs: Any,
+        self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
     ) -> None:
         """Save the target as transformers does and the draft, with its options, in the subfolder `draft`.
 

@@ -20,12 +20,8 @@ from longspec.untrusted import check_regular
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ADAPTER_FILES = (
-    "adapter_config.json",
-    "adapter_*.*",
-    "adapters.*",
-    "lora*.*",
-    "*[-_]lora*.safetensors",
-    "lit_model*.lora*",
+    *("adapter_config.json", "adapter_*.*", "adapters.*"),
+    *("lora*.*", "*[-_]lora*.safetensors", "lit_model*.lora*"),
 )
 """Files of PEFT, MLX, diffusers, torchtune and LitGPT."""
 TARGET_PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
@@ -185,8 +181,7 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     """Raise UserError for a target whose cached keys a draft cannot read."""
     if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
         raise UserError(f"{path}: the target has {config.num_hidden_layers} layers; use one with 1 to {MAX_LAYERS}")
-    layer_types = getattr(config, "layer_types", None) or ()
-    for layer, layer_type in enumerate(layer_types):
+    for layer, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type != "full_attention":
             raise UserError(f"{path}: layer {layer} of this target has {layer_type}; the draft needs full_attention")
     # Families differ in what their modules read, which the defaults show; a config keeps other entries as they are.
@@ -195,8 +190,7 @@ def check_target(config: PreTrainedConfig, path: str | Path) -> None:
     if window is not None and not getattr(own, "layer_types", None):
         raise UserError(f"{path}: a target with sliding_window {window}; the draft needs full attention")
     # A fixed scaling is part of the table; cached keys stay valid.
-    kind = (config.rope_parameters or {}).get("rope_type")
-    if kind in RESCALED_BY_LENGTH:
+    if (kind := (config.rope_parameters or {}).get("rope_type")) in RESCALED_BY_LENGTH:
         # Its frequencies change with the longest position of a call, so cached keys would not fit later queries.
         raise UserError(
             f"{path}: {kind} rotary scaling is not supported; use a target with a fixed one, such as linear or yarn"

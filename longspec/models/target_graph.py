@@ -64,8 +64,7 @@ class TargetGraphs:
         next call has the same `input_ids`, it waits for this pass and returns its result. The caller keeps the inputs
         alive until then."""
         # A pass is captured in `__call__` only, so the first steps of a shape start nothing early.
-        graph = self.graphs.get(input_ids.shape)
-        if graph is None or len(segments.lengths) > MOST_SEGMENTS:
+        if (graph := self.graphs.get(input_ids.shape)) is None or len(segments.lengths) > MOST_SEGMENTS:
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

@@ -123,7 +123,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     result keeps the `_metadata` of the state dict that was saved."""
     with weight_errors(f"{file}: not a readable file of plain weights"):
         check_start(file)
-        state = load_file(file) if file.suffix == ".safetensors" else _load_pickle(file)
+        if file.suffix == ".safetensors":
+            state = load_file(file)
+        else:  # the unpickler creates only tensors and containers; an archive is mapped
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and _is_dense(weight) for name, weight in state.items()
     ):
@@ -134,11 +137,6 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 def _is_dense(value: object) -> bool:
     """Whether a value is a dense tensor that holds data."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
-
-
-def _load_pickle(file: Path) -> Any:
-    """The content of a pickle; the unpickler creates only tensors and containers. An archive is mapped."""
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
@@ -178,8 +176,7 @@ def dequantized(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """
     restored = dict(state)
     for name in [name for name, weight in state.items() if weight.dtype == torch.int8]:
-        scale = restored.pop(name + SCALE, None)
-        if scale is None or scale.shape != state[name].shape[:1]:
+        if (scale := restored.pop(name + SCALE, None)) is None or scale.shape != state[name].shape[:1]:
             raise UserError(f"{source}: {name} is int8 without {name + SCALE}, one scale per row; save the draft again")
         restored[name] = state[name].float() * scale.float()[:, None]
     return restored

@@ -30,8 +30,7 @@ def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
     """Write the text of some runs, CHAT or keys of `settings.answers`, on all GPUs. Raises UserError."""
     for count, group in groupby(names, key=lambda name: _settings_of(name, settings).processes):
         own = list(group)
-        runs = [run for name in own for run in _runs(name, settings, root)]
-        for run in runs:
+        for run in [run for name in own for run in _runs(name, settings, root)]:
             facts = asdict(run)
             del facts["output_dir"]
             claim(_output(run).with_suffix(".settings.json"), facts)

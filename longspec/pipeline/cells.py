@@ -55,7 +55,7 @@ def grid(settings: EvaluationSettings) -> Iterator[tuple[str, int, MethodSetting
 def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
     """All cells that have prompts; the cells of a task and context follow one another."""
     files = {name: prompts_file(root, "test", name) for name in settings.tasks}
-    records = {name: read_jsonl(file) if file.exists() else [] for name, file in files.items()}
+    records = {name: read_jsonl(file) for name, file in files.items()}
     for name, context, method in grid(settings):
         task = settings.tasks[name]
         prompts = [record for record in records[name] if record["length"] == context]
@@ -83,8 +83,7 @@ class SampleFile:
         of other options. Older samples do not state theirs."""
         missing = []
         for prompt in cell.prompts:
-            measured = self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))
-            if measured is None:
+            if (measured := self.samples.get(sample_key({**cell.key, "id": prompt["id"]}))) is None:
                 missing.append(prompt)
             elif measured["prompt"] != prompt_digest(prompt):
                 raise OtherSettings(f"{self.path.parent}: contains samples of other prompts; remove this folder")

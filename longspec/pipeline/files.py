@@ -42,8 +42,8 @@ def claim(file: Path, facts: dict[str, Any], added: Collection[str] = ()) -> Non
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file. An incomplete last line is ignored."""
-    lines = file.read_bytes().split(b"\n")[:-1]
+    """The records of a JSONL file, [] if there is none. An incomplete last line is ignored."""
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines if line.strip()]
 
 
@@ -54,8 +54,7 @@ def answer_files(root: Path, names: list[str], split: str) -> list[str]:
     """
     once = names if split == "train" else dict.fromkeys(names)
     files = [answers_file(root, name, split).absolute() for name in once]
-    existing = [str(file) for file in files if file.exists()]
-    if not existing:
+    if not (existing := [str(file) for file in files if file.exists()]):
         raise UserError(f"{files[0]}: no such file; the target has not written it yet")
     return existing
 

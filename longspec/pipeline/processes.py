@@ -1,6 +1,5 @@
 """Child processes that end with their context or their parent, the processes that share the work of a step, and
-launches of the trainer.
-"""
+launches of the trainer."""
 
 import ctypes
 import json

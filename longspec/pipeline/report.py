@@ -34,8 +34,7 @@ Tables = dict[str, tuple[str, pandas.DataFrame]]
 
 def measured(root: Path) -> list[dict[str, Any]]:
     """The samples of the evaluation. Raises UserError if there are none."""
-    lines = read_samples(evaluation_folder(root)) if evaluation_folder(root).exists() else []
-    if not lines:
+    if not (lines := read_samples(evaluation_folder(root))):
         raise UserError(f"{evaluation_folder(root)}: no samples; nothing has been evaluated yet")
     return lines
 

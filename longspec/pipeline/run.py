@@ -47,8 +47,7 @@ Steps = dict[str, Callable[[], object]]
 def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
     for name in ("hours", "contexts"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise UserError(f"--{name} {value}: must be a positive number")
     options.target = _absolute(options.target)
     options.evaluate = options.evaluate and _absolute(options.evaluate)
@@ -155,8 +154,7 @@ def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
         print(f"step {number + 1} of {len(steps)}: {name}, {own}; {rest}", flush=True)
         began = time.perf_counter()
         step()
-        seconds = time.perf_counter() - began
-        if seconds > DONE_S:
+        if (seconds := time.perf_counter() - began) > DONE_S:
             spent, expected = spent + seconds, expected + planned.seconds[name]
         if name not in done or seconds > DONE_S:
             line = {"step": name, "seconds": round(seconds, 1), "estimate": round(planned.seconds[name], 1)}
@@ -175,8 +173,7 @@ def finished(settings: Settings, root: Path) -> Done:
         **{name: is_trained(name, settings, root) for name in settings.training.stages},
         "evaluation": evaluation_folder(root).exists() and not missing_samples(settings, root),
     }
-    lines = read_jsonl(root / TIMES) if (root / TIMES).exists() else []
-    seconds = {line["step"]: line["seconds"] for line in lines}
+    seconds = {line["step"]: line["seconds"] for line in read_jsonl(root / TIMES)}
     took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
     return {name: f"done in {time:,.0f} s" if time > DONE_S else "done" for name, time in took.items()}
 

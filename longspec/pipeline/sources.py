@@ -165,8 +165,7 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
     seen: set[str] = set()
     for package in packages:
         for path in sample_files(package, settings, chance):
-            text = _read(path)
-            if text is None or text in seen or not is_written(text):
+            if (text := _read(path)) is None or text in seen or not is_written(text):
                 continue
             seen.add(text)
             relative = str(path.relative_to(package.parent))

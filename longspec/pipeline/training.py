@@ -148,8 +148,7 @@ def _divisor(number: int, limit: int) -> int:
 
 def is_finished(folder: Path, steps: int) -> bool:
     """Whether step `steps` is done and its checkpoint is saved."""
-    metrics = folder / METRICS
-    done = read_jsonl(metrics)[-1:] if metrics.exists() else []
+    done = read_jsonl(folder / METRICS)[-1:]
     return bool(done) and done[0]["step"] >= steps and (folder / CHECKPOINT).is_dir()
 
 

@@ -44,9 +44,7 @@ class Replicas:
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None) -> None:
         """store: shared by all ranks; None for a single one. Use `joined_replicas`."""
-        self.rank = rank
-        self.size = size
-        self.local_rank = local_rank
+        self.rank, self.size, self.local_rank = rank, size, local_rank
         self._store = store or dist.HashStore()
         self._run = 0
 

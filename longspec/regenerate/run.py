@@ -63,8 +63,7 @@ def regenerate(
             stack.enter_context(shards.claimed())
             return shards.missing()
 
-        missing = agree(claim, shards.identity, shards.folder, replicas)
-        if missing:
+        if missing := agree(claim, shards.identity, shards.folder, replicas):
             writer = replicas.together(make_writer)
             done = shards.total - sum(len(shards.range(shard)) for shard in missing)
             # A stop signal ends the process at once.

@@ -35,9 +35,7 @@ class SplitShards:
 
     def __init__(self, settings: Settings, total: int, facts: dict[str, Any]) -> None:
         """total: number of prompts in all shards. facts: what determines their text, and versions of the libraries."""
-        self.settings = settings
-        self.total = total
-        self.facts = facts
+        self.settings, self.total, self.facts = settings, total, facts
         self.count = -(-total // settings.shard_size)
         self.folder = Path(settings.output_dir) / f"{settings.split}.shards"
         self.output = Path(settings.output_dir) / f"{settings.split}.jsonl"
@@ -90,8 +88,7 @@ class SplitShards:
             head, *records = map(json.loads, self.path(shard).read_bytes().splitlines())
             dropped.update(head["dropped"])
             for row, record in enumerate(records):
-                key = prompt_key(record)
-                if key in seen:
+                if (key := prompt_key(record)) in seen:
                     dropped["prompts: duplicates or excluded"] += 1
                     continue
                 seen.add(key)

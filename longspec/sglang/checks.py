@@ -30,8 +30,7 @@ parallel part, stores them in the model's dtype."""
 
 def set_default_tree(args: Any) -> None:
     """Fill in the tree's options if none is given. Raises UserError if some are."""
-    values = [getattr(args, name) for name in DEFAULT_TREE]
-    if values == [None] * 3:
+    if (values := [getattr(args, name) for name in DEFAULT_TREE]) == [None] * 3:
         for name, value in DEFAULT_TREE.items():
             setattr(args, name, value)
     elif None in values or min(values) < 1:
@@ -46,8 +45,7 @@ def check_server(args: Any, config: PreTrainedConfig) -> None:
     if not args.speculative_draft_model_path:
         raise UserError("--speculative-draft-model-path: missing; give the draft's folder, file or hub id")
     for name, only in ONLY.items():
-        value = getattr(args, name, only)
-        if value != only:
+        if (value := getattr(args, name, only)) != only:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} {value}: not supported with GLIDE, only {only}; leave it out")
     steps, topk, nodes = (getattr(args, name) for name in DEFAULT_TREE)

@@ -59,8 +59,7 @@ class BatchGraphs:
 
     def __call__(self, **arguments: Tensor) -> tuple[Tensor, ...]:
         batch = len(next(iter(arguments.values())))
-        size = self.padded(batch)
-        if size not in self.graphs:
+        if (size := self.padded(batch)) not in self.graphs:
             return self.function(**arguments)
         torch._foreach_copy_([self.inputs[name][:batch] for name in arguments], list(arguments.values()))
         if batch < size:

@@ -51,8 +51,7 @@ def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, marker: Ma
 
     @_write_errors(output, marker.step)
     def complete() -> None:
-        shards = len(list(state_folder.rglob("*_optim_states.pt")))
-        if shards != marker.world_size:
+        if (shards := len(list(state_folder.rglob("*_optim_states.pt")))) != marker.world_size:
             raise UserError(
                 f"{state_folder}: rank 0 sees {shards} of the {marker.world_size} shards that the ranks wrote; "
                 "output_dir must be one folder that all hosts share"
@@ -98,8 +97,7 @@ def read_best(config: TrainConfig, run: Run) -> float:
     folder = Path(config.output_dir) / BEST[1]
     if not folder.exists():
         return -math.inf
-    problem = damage(folder)
-    if problem is None:
+    if (problem := damage(folder)) is None:
         saved = marker_of(folder).run
         # Digests only, because files may have moved. Another number of rows gives another mean of the same files.
         files, own_files = ([digest for _, digest in each.contents.held_out] for each in (saved, run))

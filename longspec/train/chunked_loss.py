@@ -10,11 +10,7 @@ from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import backend_of
-from longspec.models.parallel import (
-    log_sum_exp_over_ranks,
-    max_over_ranks,
-    sum_over_ranks,
-)
+from longspec.models.parallel import log_sum_exp_over_ranks, max_over_ranks, sum_over_ranks
 from longspec.train.losses import OwnLoss, own_loss
 
 TERMS = ("loss", "ce", "kl", "target_loss")
@@ -117,12 +113,7 @@ def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunk_terms(
-    logits: Tensor,
-    teacher_logits: Tensor | None,
-    labels: Tensor,
-    share: float,
-    sums: Tensor,
-    loss_name: str = "",
+    logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor, loss_name: str = ""
 ) -> Tensor:
     """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
@@ -136,8 +127,7 @@ def chunk_terms(
 
     Overwrites `logits`.
     """
-    own = own_loss(loss_name)
-    if own is not None or loss_name == "acceptance":
+    if (own := own_loss(loss_name)) is not None or loss_name == "acceptance":
         if own is not None:
             loss, terms, gradient = _own_terms(own, logits, teacher_logits, labels, share)
         else:

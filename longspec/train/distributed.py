@@ -52,8 +52,7 @@ def summed_by_name(terms: Sequence[Mapping[str, Tensor]], divisor: float = 1) ->
     names = list(terms[0])
     sums = torch.stack([torch.stack([scalars[name] for scalars in terms]).sum() for name in names])
     # One all-reduce and one copy to the host for all names.
-    values = (summed(sums) / divisor).tolist()
-    return dict(zip(names, values, strict=True))
+    return dict(zip(names, (summed(sums) / divisor).tolist(), strict=True))
 
 
 class ReplicatedDraft:

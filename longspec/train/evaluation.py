@@ -31,8 +31,7 @@ def held_out_row_count(config: TrainConfig, inputs: Inputs) -> int:
     count = min(len(inputs.held_out), config.evaluation.rows or len(inputs.held_out))
     depth = config.variant.largest_lag
     for row in range(count):
-        labels = inputs.collate_held_out([inputs.held_out[row]])["labels"]
-        if chain_roots(labels, depth).any():
+        if chain_roots(inputs.collate_held_out([inputs.held_out[row]])["labels"], depth).any():
             return count
     raise UserError(
         f"config key evaluation.files: none of the first {count} rows has {depth + 1} consecutive tokens in the loss, "

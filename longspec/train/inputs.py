@@ -71,7 +71,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
     eos_text = tokenizer.convert_ids_to_tokens(eos)
     logger.info("chat format %s; EOS %d (%s), padding %d", chat_format, eos, eos_text, pad)
 
-    draft = _read_draft(config, target)
+    path = config.draft_model_name_or_path  # None for a fresh draft
+    draft = None if path is None else check_draft(path, target, glide.draft_layer_class)
     data = config.data
     tokenize = Tokenize(
         tokenizer=tokenizer,
@@ -108,13 +109,6 @@ def check_fit(config: TrainConfig, target: PreTrainedConfig) -> None:
             f"config key model.draft_vocabulary: {size}, but the target has only {target.vocab_size} tokens; use "
             "fewer, or null for all"
         )
-
-
-def _read_draft(config: TrainConfig, target: PreTrainedConfig) -> dict[str, Tensor] | None:
-    """The draft of the previous stage, None for a fresh one. Raises UserError if it does not fit the target."""
-    if (path := config.draft_model_name_or_path) is None:
-        return None
-    return check_draft(path, target, pair_class(config.model._target_).draft_layer_class)
 
 
 def _make_aligner(number: int, entry: Any) -> Aligner:
@@ -157,8 +151,7 @@ def fresh_vocabulary(config: TrainConfig, inputs: Inputs) -> Tensor | None:
     EOS and the tokenizer's added and special tokens are preferred, if they occur. None without the key. config: that of
     this machine, which names the target's folder.
     """
-    size = config.model.draft_vocabulary
-    if size is None:
+    if (size := config.model.draft_vocabulary) is None:
         return None
     tokenizer = inputs.tokenizer
     always = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}

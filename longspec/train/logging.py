@@ -34,14 +34,8 @@ WANDB_S = 60
 
 def setup_logging(rank: int) -> None:
     """Configure Python's logging. Rank 0 logs at level INFO; the others log warnings, with their rank in the line."""
-    prefix = "" if rank == 0 else f"rank {rank} "
-    logging.basicConfig(
-        level=logging.WARNING,
-        stream=sys.stderr,
-        format=f"%(asctime)s {prefix}%(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    form = "%(asctime)s %(message)s" if rank == 0 else f"%(asctime)s rank {rank} %(message)s"
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=form, datefmt="%H:%M:%S", force=True)
     logging.getLogger("longspec").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")

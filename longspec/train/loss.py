@@ -100,7 +100,8 @@ class DraftLoss:
             own: Any = rows if head is None else head.weight
             result, sums = compute(student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
-        return result, self._metrics(sums)
+        reported = (True, self.teacher_share < 1, self.teacher_share > 0, self.log_target_loss)
+        return result, {name: value for name, value, shown in zip(TERMS, sums, reported, strict=True) if shown}
 
     def _select_scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
@@ -149,11 +150,6 @@ class DraftLoss:
         for span, logits, _ in logit_chunks(teacher, None, weight, weight, chunk):
             chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
         sums[TERMS.index("target_loss")] = sum_over_ranks(whole)[TERMS.index("ce")]
-
-    def _metrics(self, sums: Tensor) -> dict[str, Tensor]:
-        """The reported terms of `sums` by name."""
-        reported = (True, self.teacher_share < 1, self.teacher_share > 0, self.log_target_loss)
-        return {name: value for name, value, shown in zip(TERMS, sums, reported, strict=True) if shown}
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,7 @@ def damage(folder: Path) -> str | None:
     if not is_whole(folder):
         return f"{folder} was not saved whole (no {MARKER})"
     try:
-        marker = read_marker(folder)
-        if marker is None:
+        if (marker := read_marker(folder)) is None:
             return f"{folder / MARKER} is not a valid marker"
         current = _describe(folder, marker.files)
     except (OSError, ValueError) as error:  # a ValueError for a name with a null byte

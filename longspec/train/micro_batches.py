@@ -10,12 +10,7 @@ from torch import Tensor
 from longspec.kernels.shared.device import upload
 from longspec.models.glide import Objective
 from longspec.train.config_schema import TrainConfig, VariantConfig
-from longspec.train.positions import (
-    anchor_offset_positions,
-    contiguous_positions,
-    micro_step_generator,
-    random_lags,
-)
+from longspec.train.positions import anchor_offset_positions, contiguous_positions, micro_step_generator, random_lags
 
 Batch = dict[str, Tensor]
 """A collated micro-batch on the host: `input_ids` and `labels`, LongTensor [B, T], and `cu_seqlens`, int32 [M + 1]."""

@@ -37,11 +37,7 @@ def contiguous_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def anchor_offset_positions(
-    cu_seqlens: Tensor,
-    shape: tuple[int, int],
-    max_offset: int,
-    max_positions: int,
-    generator: torch.Generator,
+    cu_seqlens: Tensor, shape: tuple[int, int], max_offset: int, max_positions: int, generator: torch.Generator
 ) -> Tensor:
     """Position ids that jump after the attention sinks of each short segment. LongTensor of `shape` = [B, T].
 

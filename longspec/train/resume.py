@@ -144,10 +144,7 @@ def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents:
 
 def changes(saved: Contents, current: Contents) -> list[str]:
     """The first difference in the data and in the target between a checkpoint and the run that resumes it."""
-    lists = {
-        "data.files": (saved.data, current.data),
-        "model_name_or_path": (saved.target, current.target),
-    }
+    lists = {"data.files": (saved.data, current.data), "model_name_or_path": (saved.target, current.target)}
     differences = []
     for key, (old, new) in lists.items():
         # Equal digests in order are the same data, which may have moved.

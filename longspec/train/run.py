@@ -106,17 +106,8 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
     if start.state:
         adopt(engine, Shards(start.state))
 
-    trainer = Trainer(
-        run_config,
-        engine,
-        inputs,
-        total_steps=total_steps,
-        start=start,
-        held_out_rows=held_out_rows,
-        evaluation_due=evaluation_due,
-    )
-    finished = trainer.run(termination)
-    if finished:
+    trainer = Trainer(run_config, engine, inputs, total_steps, start, held_out_rows, evaluation_due)
+    if finished := trainer.run(termination):
         log_next_command(run_config)
     return finished
 

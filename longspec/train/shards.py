@@ -174,8 +174,7 @@ def _flat_parameters(engine: Any) -> tuple[list[Any], list[Any]]:
     groups = engine.optimizer.optimizer.param_groups
     muon_flats = [flat for group in groups if group.get("use_muon") for flat in group["params"]]
     # ZeRO-3 fills AdamW's groups only during a step.
-    adamw_flats = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
-    if adamw_flats is None:
+    if (adamw_flats := getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)) is None:
         adamw_flats = [flat for group in groups if not group.get("use_muon") for flat in group["params"]]
     return muon_flats, adamw_flats
 

@@ -90,8 +90,7 @@ class OptimizerSteps:
         learning_rate = self.config.learning_rate * self.learning_rate_factor(step - 1)
         set_learning_rate(self.engine, learning_rate)
 
-        terms = self.run_micro_batches(step, loss_scale, termination)
-        if terms is None:
+        if (terms := self.run_micro_batches(step, loss_scale, termination)) is None:
             return None
 
         # Metrics are means over tokens of all ranks, not means of per-rank means.
@@ -158,8 +157,7 @@ class OptimizerSteps:
 
     def start_target_pass(self, inputs: EngineInputs) -> None:
         """Start the next target pass, if it is a CUDA graph. A small target's runs in parallel to the optimizer."""
-        target_pass = self.engine.module.target_pass
-        if target_pass is None:
+        if (target_pass := self.engine.module.target_pass) is None:
             return
         segments = Segments(inputs["cu_seqlens"].tolist(), self.engine.device)
         target_pass.begin(inputs["input_ids"], inputs["position_ids"], segments)

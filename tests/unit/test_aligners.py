@@ -80,10 +80,6 @@ def test_openai_turns_may_be_lists_of_text_parts():
     assert sample["answer"] == "1"
 
 
-def talk(turn):
-    return {"messages": [turn]}
-
-
 QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 SYSTEM = {"role": "system", "content": "S"}
 ALPACA = {"instruction": "Q", "output": "A"}
@@ -118,10 +114,10 @@ def test_fields_next_to_the_text_are_used(record, prompt):
         ({"messages": "hello"}, "field 'messages' must be a list of turns, not str"),
         ({"messages": TURNS[:2]}, "field 'messages' has no turn with role 'assistant'"),
         ({"conversation": [TURNS[1], "x"]}, r"field 'conversation\[1\]' must be an object"),
-        (talk({"role": "user"}), r"field 'messages\[0\]\.content' must be a string, not null"),
+        ({"messages": [{"role": "user"}]}, r"field 'messages\[0\]\.content' must be a string, not null"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, r"field 'conversations\[0\]\.from' is 'robot'"),
-        (talk({"role": "assistant", "tool_calls": [{"id": "1"}]}), r"\[0\]\.tool_calls' would be ignored"),
-        (talk({"role": "user", "content": [{"type": "image_url"}]}), r"\.content\[0\]' is of type 'image_url'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, r"\[0\]\.tool_calls' would be ignored"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"content\[0\]' is of type 'image_url'"),
         ({"article": ["a", 5], "abstract": ["1", "2"]}, r"field 'article\[1\]' must be a string, not int"),
         ({"text": "half \ud83d"}, "field 'text' holds half of a surrogate pair"),
         ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "R"}]}, r"^field 'messages\[1\]\.reasoning_content"),

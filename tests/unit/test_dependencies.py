@@ -205,13 +205,9 @@ def imported_modules(file: Path) -> set[str]:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             literal = isinstance(node.args[0], ast.Constant | ast.JoinedStr)
-            names |= {text for text in strings(node.args[0] if literal else tree) if text.startswith("longspec.")}
-    return names
-
-
-def strings(tree: ast.AST) -> set[str]:
-    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return {value for value in constants if isinstance(value, str)}
+            inner = ast.walk(node.args[0] if literal else tree)
+            names |= {str(one.value) for one in inner if isinstance(one, ast.Constant)}
+    return {name for name in names if name.startswith("longspec.")}
 
 
 @pytest.mark.parametrize("layer", FORBIDDEN)

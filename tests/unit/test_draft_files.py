@@ -134,14 +134,6 @@ def test_all_that_belongs_to_a_draft_comes_back_from_every_form(
     assert "was trained for first, whose weights are not those of second" in caplog.text
 
 
-def test_a_state_dict_brings_the_window_of_its_file(tmp_path: Path) -> None:
-    save_draft_file(make_pair(tmp_path / "target").draft_model.state_dict(), tmp_path / "draft.pth", DraftOptions(96))
-    state = torch.load(tmp_path / "draft.pth", weights_only=True)
-    for given, window in (({}, 96), ({"window": 128}, 128)):
-        pair = LlamaGlide.from_pretrained(tmp_path / "target", state_dict=state, **given)
-        assert pair.draft_model.window == window
-
-
 def test_files_of_a_published_draft_say_no_more_than_its_window(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "target")
     state = pair.draft_model.state_dict()
@@ -165,24 +157,16 @@ def test_a_draft_that_reads_a_layer_beyond_the_targets_is_refused(tmp_path: Path
     assert check_draft(tmp_path / "draft", deep, LlamaGlideDecoderLayer)
 
 
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ('"draft_kv_layers": [-1]', "kv_layers"),
-        ('"draft_kv_layers": "all"', "kv_layers"),
-        ('"draft_target_feature": 1', "target_feature"),
-        ('"draft_mlp_size": 0', "mlp_size"),
-    ],
-)
-def test_options_that_mean_nothing_are_named(tmp_path: Path, stated: str, message: str) -> None:
+def test_options_that_mean_nothing_are_named(tmp_path: Path) -> None:
     folder = write(published_state(), "safetensors", tmp_path)
-    (folder / "config.json").write_text("{" + stated + "}")
-    with pytest.raises(UserError, match=f"{folder}: {message}: must be"):
-        draft_settings(folder)
+    for option, stated in (("kv_layers", [-1]), ("kv_layers", "all"), ("target_feature", 1), ("mlp_size", 0)):
+        (folder / "config.json").write_text(json.dumps({f"draft_{option}": stated}))
+        with pytest.raises(UserError, match=f"{folder}: {option}: must be"):
+            draft_settings(folder)
 
 
 def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
-    """The weight file's own comes first, then that of config.json."""
+    """The weight file's own comes first, then that of config.json. A state dict brings that of its file."""
     state = make_pair(tmp_path / "target").draft_model.state_dict()
     folder = write(state, "folder", tmp_path / "draft")
     (folder / "config.json").write_text('{"draft_window": 80}')
@@ -190,6 +174,10 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
     save_draft_file(state, folder / "draft_model_weights.pth", DraftOptions(64))
     for draft in (folder, folder / "draft_model_weights.pth"):
         assert draft_settings(draft).options.window == 64
+    state = torch.load(folder / "draft_model_weights.pth", weights_only=True)
+    for given, window in (({}, 64), ({"window": 128}, 128)):
+        pair = LlamaGlide.from_pretrained(tmp_path / "target", state_dict=state, **given)
+        assert pair.draft_model.window == window
 
 
 @pytest.mark.parametrize(

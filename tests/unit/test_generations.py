@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -60,8 +62,9 @@ class Crash(Exception):
     """The death of a process."""
 
 
-def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crash before the `act`-th change of the file system, or halfway through the removal of a folder."""
+def crash_at(act: int, changes: int, output: Path) -> None:
+    """Complete the saves, which takes `changes` changes of the file system, and crash before change `act`, if there is
+    one, or halfway through the removal of a folder."""
     acts = iter(range(1000))
 
     def wrapped(change, before):  # type: ignore[no-untyped-def]
@@ -73,22 +76,18 @@ def crash_at(act: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(Path, "rename", wrapped(Path.rename, lambda *_: None))
     rmtree = shutil.rmtree
-    monkeypatch.setattr(generations.shutil, "rmtree", wrapped(rmtree, lambda folder: rmtree(folder / "sub")))
+    with pytest.MonkeyPatch.context() as dying, pytest.raises(Crash) if act < changes else nullcontext():
+        dying.setattr(Path, "rename", wrapped(Path.rename, lambda *_: None))
+        dying.setattr(generations.shutil, "rmtree", wrapped(rmtree, lambda folder: rmtree(folder / "sub")))
+        complete_saves(output)
 
 
 @pytest.mark.parametrize("act", range(9))
-def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path) -> None:
     """There are 8 changes: 2 removals and 2 renames for each of the two kinds of folder."""
     write_pairs(tmp_path, 3, 2, 1)
-    with monkeypatch.context() as dying:
-        crash_at(act, dying)
-        if act < 8:
-            with pytest.raises(Crash):
-                complete_saves(tmp_path)
-        else:
-            complete_saves(tmp_path)
+    crash_at(act, 8, tmp_path)
     for names in (STATES, DRAFTS):
         assert any(is_whole(tmp_path / name) and step_of(tmp_path / name) >= 2 for name in names)
     before = contents(tmp_path)
@@ -102,16 +101,12 @@ def test_a_crash_in_rotation_loses_nothing(act: int, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("act", range(4))
-def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path) -> None:
     """There are 3 changes: 2 to remove the previous one and 1 rename. An incomplete draft never replaces it."""
     staged, best = (tmp_path / name for name in BEST)
     write(best, 1)
     write(staged, 2)
-    with monkeypatch.context() as dying:
-        crash_at(act, dying)
-        if act < 3:
-            with pytest.raises(Crash):
-                complete_saves(tmp_path)
+    crash_at(act, 3, tmp_path)
     complete_saves(tmp_path)
     assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
     write(staged, 3, whole=False)
@@ -119,13 +114,16 @@ def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path, mon
     assert whole_folders(tmp_path) == [("checkpoint-best", 2)]
 
 
-def test_a_damaged_newest_never_pushes_out_the_whole_older_one(tmp_path: Path) -> None:
-    """If all states are damaged, the run must not restart at 0, as it does in an empty folder."""
+@pytest.mark.parametrize("damage", [lambda state: write(state, 4, whole=False), lambda state: state.symlink_to("gone")])
+def test_a_damaged_newest_never_pushes_out_the_whole_older_one(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    """If all states are damaged, or links to a disk that is not mounted, the run must not restart at 0, as it does in
+    an empty folder."""
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
-    write(tmp_path / "last_ds", 4, whole=False)
+    damage(tmp_path / "last_ds")
     with pytest.raises(UserError, match="last_ds was not saved whole"):
         find_latest(tmp_path)
     write(tmp_path / "last_2ds", 2)
+    assert latest(tmp_path) == ("last_2ds", 2)
     write_pairs(tmp_path, 3)
     complete_saves(tmp_path)
     assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [3, 2]
@@ -206,17 +204,6 @@ def test_a_linked_generation_rotates_and_what_it_links_to_stays(tmp_path: Path) 
     save_twice(output, 5, ANY_RUN)
     assert [step for _, step in whole_folders(output)] == [5, 6, 5, 6]
     assert step_of(tmp_path / "last_ds") == 4
-
-
-def test_a_dangling_link_is_a_damaged_state(tmp_path: Path) -> None:
-    """The run must not start at step 0 because a disk is not mounted."""
-    (tmp_path / "last_ds").symlink_to("gone")
-    with pytest.raises(UserError, match="last_ds was not saved whole"):
-        find_latest(tmp_path)
-    write(tmp_path / "last_2ds", 2)
-    assert latest(tmp_path) == ("last_2ds", 2)
-    save_twice(tmp_path, 3, ANY_RUN)
-    assert [step_of(tmp_path / name) for name in ("last_ds", "last_2ds")] == [4, 3]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -118,9 +118,7 @@ def test_the_best_nodes_of_a_tree_and_its_branches_are_selected(
     smaller, absorbed = trees.select_nodes(tree, levels, nodes - 1, sampled, branches), 0
     for row in range(8):
         known = paths(tree.tokens[row].tolist(), tree.parents[row].tolist())
-        priority: dict[tuple[int, ...] | None, float] = {}
-        for path, own in zip(known, (-tree.arrivals if sampled else tree.scores)[row].tolist(), strict=True):
-            priority[path] = own
+        priority = dict(zip(known, (-tree.arrivals if sampled else tree.scores)[row].tolist(), strict=True))
         in_branch: dict[tuple[int, ...], int] = {}
         chains = zip(branches.tokens[row].tolist(), branches.scores[row].tolist(), strict=True) if branches else ()
         for tokens, scores in chains:

@@ -207,12 +207,6 @@ def test_a_fitting_draft_runs_with_the_default_tree_and_an_incomplete_one_is_ref
 
 def server_args(draft: Path, **changes: Any) -> SimpleNamespace:
     """The options of SGLang's `ServerArgs` (srt/server_args.py) that the plugin reads."""
-    args: dict[str, Any] = {
-        "model_path": "target",
-        "speculative_draft_model_path": str(draft),
-        "tp_size": 1,
-        "device": "cuda",
-        "kv_cache_dtype": "auto",
-        "disaggregation_mode": "null",
-    }
+    args: dict[str, Any] = {"model_path": "target", "speculative_draft_model_path": str(draft), "tp_size": 1}
+    args |= {"device": "cuda", "kv_cache_dtype": "auto", "disaggregation_mode": "null"}
     return SimpleNamespace(**(args | DEFAULT_TREE | changes))

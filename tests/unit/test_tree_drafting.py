@@ -67,10 +67,7 @@ def test_a_cut_tree_is_that_of_a_shorter_shape(tmp_path: Path, temperature: floa
         engine = StaticBatch(drafter.runner, drafter, drafter.sampler, prompts, [20, 7], max_new_tokens=8)
         engine.prefill()
         cut = drafter.cut(6, levels)
-        found = []
-        for part in (drafter, cut) * repeats:
-            found.append(deepcopy(part.propose(engine.root, engine.cache)))
-        return found
+        return [deepcopy(part.propose(engine.root, engine.cache)) for part in (drafter, cut) * repeats]
 
     whole, cut, again, cut_again = proposals(SHAPE, 2, repeats=2)
     _, short = proposals(SHAPE[:2], 2, repeats=1)

@@ -74,8 +74,7 @@ class Controller:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
         refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows."""
         self.plans = tuple(plans)
-        self.time = time
-        self.refill_time = refill_time
+        self.time, self.refill_time = time, refill_time
         self.played: Counter[Plan] = Counter()
         """Number of observed rounds per plan, of those with an active row."""
         self.trees = [plan for plan in plans if plan.kind == "tree"]

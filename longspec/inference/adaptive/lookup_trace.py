@@ -81,8 +81,7 @@ class LookupTrace:
             self.tokens.append(token)
             following = None
             for number, chain in enumerate(self._chains):
-                matched = self._matched[number]
-                if matched < len(chain) and chain[matched] == token:
+                if (matched := self._matched[number]) < len(chain) and chain[matched] == token:
                     self._matched[number] += 1
                     continue
                 # The token is the bonus token of the simulated round, and the root of the next one.

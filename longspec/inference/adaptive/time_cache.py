@@ -108,8 +108,7 @@ def known_times(key: dict[str, Any], measure: Callable[[], RoundTimes]) -> Round
     """The times in the cache, or those that `measure` returns, which are then stored. Ranks that share a target measure
     together and take rank 0's times, so that all choose the same plans."""
     path = user_cache("round_times") / f"{_digest(key)}.json"
-    times = same_on_all_ranks(lambda: load_times(path))
-    if times is None:
+    if (times := same_on_all_ranks(lambda: load_times(path))) is None:
         measured = measure()
         times = same_on_all_ranks(lambda: measured)
         if model_parallel_rank_and_size()[0] == 0:

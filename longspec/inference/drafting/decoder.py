@@ -41,8 +41,7 @@ class DraftDecoder(RowState):
 
     def __init__(self, runner: Runner, batch: int, nodes: int) -> None:
         """nodes: largest number of nodes of a tree, the root included."""
-        self.runner = runner
-        self.nodes = nodes
+        self.runner, self.nodes = runner, nodes
 
     @property
     def draft(self) -> Draft:

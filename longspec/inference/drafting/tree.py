@@ -46,8 +46,7 @@ class TreeDrafter(Drafter):
         """draft: with room for the whole tree; None makes a new one. nodes: nodes to be verified, the root included;
         None for all of tree and branches. Drafters may share a draft and a lookup; each token is then fed to one of
         them."""
-        self.runner = runner
-        self.tree_rule = tree_rule
+        self.runner, self.tree_rule = runner, tree_rule
         self.shape = tuple(shape)
         self.lookup = lookup
         grown_nodes = 1 + sum(self.shape)

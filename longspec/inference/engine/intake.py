@@ -43,9 +43,7 @@ class Intake:
     def __init__(self, batch: Batch, rows: Rows, clients: Clients, chunk: int | None, refill: int) -> None:
         """chunk: most prompt tokens that are read between two rounds; None reads all prompts before the first one.
         refill: see `EngineSettings`."""
-        self.batch = batch
-        self.rows = rows
-        self.clients = clients
+        self.batch, self.rows, self.clients = batch, rows, clients
         self.reads_all = chunk is None
         self.chunk = PREFILL_TOKENS if chunk is None else chunk
         """Most tokens of a pass."""

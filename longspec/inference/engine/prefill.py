@@ -32,8 +32,7 @@ class PromptReader:
         self, runner: Runner, cache: TargetCache, largest: int, layers: Sequence[int] = (), feed: Feed | None = None
     ) -> None:
         """largest: most tokens of a captured pass. feed: gets the inputs of `layers`, if there are any."""
-        self.runner = runner
-        self.cache = cache
+        self.runner, self.cache = runner, cache
         capacity = cache.keys.shape[3]
         step = -(-min(largest, capacity) // SIZES)
         # A pass of more than `capacity` tokens would go past the row's slots and the rotary table.
@@ -139,9 +138,7 @@ class DraftStarter:
 
     def __init__(self, drafter: Drafter, rows: int, capacity: int, sampler: Sampler, device: torch.device) -> None:
         """drafter: the drafter of all rows. Its `reserve(capacity)` must have been called."""
-        self.drafter = drafter
-        self.rows = rows
-        self.sampler = sampler
+        self.drafter, self.rows, self.sampler = drafter, rows, sampler
         # Captured starts read these tensors.
         self.prompt = torch.zeros(1, capacity, dtype=torch.long, device=device)
         self.length = torch.zeros(1, dtype=torch.long, device=device)

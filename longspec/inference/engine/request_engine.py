@@ -69,8 +69,7 @@ class RequestEngine:
 
     def __init__(self, model: GlideMixin, settings: EngineSettings) -> None:
         """Raises UserError if the memory does not suffice."""
-        self.model = model
-        self.settings = settings
+        self.model, self.settings = model, settings
         self.batch = batch = repeat_calls(_build, model, {"settings": settings})
         self.longest = min(position_limit(model.config), batch.capacity - batch.depth - 1 - batch.nodes)
         """Most tokens of a prompt and its answer together."""

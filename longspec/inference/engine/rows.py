@@ -136,8 +136,7 @@ class Roster(NamedTuple):
 
 def common_prefix(ids: np.ndarray, tokens: "np.ndarray | array[int]") -> int:
     """Number of leading tokens that are equal. ids, tokens: int64."""
-    shared = min(len(ids), len(tokens))
-    if shared == 0:
+    if (shared := min(len(ids), len(tokens))) == 0:
         return 0
     is_different = ids[:shared] != np.frombuffer(tokens, dtype=np.int64, count=shared)
     return int(is_different.argmax()) if is_different.any() else shared

@@ -78,8 +78,7 @@ class Worker:
             self._roster = Roster.of(running, self.batch)
         roster = self._roster
         # A round emits a token or more in each running row.
-        is_needed = bool((self.backlog.left[roster.indices] > len(self._launches)).any())
-        if is_needed:
+        if is_needed := bool((self.backlog.left[roster.indices] > len(self._launches)).any()):
             if not self._launches:
                 self._since = time.perf_counter()
             setup = self.batch.seconds_of_setup
@@ -159,8 +158,7 @@ class Worker:
         used = {row.number for row in running}
         moved = [row for row in reversed(running) if row.number >= size]
         unused = (self.rows[number] for number in range(size) if number not in used)
-        pairs = list(zip(moved, unused, strict=False))
-        if not pairs:
+        if not (pairs := list(zip(moved, unused, strict=False))):
             return
         self._roster = None
         for row in moved:

@@ -55,8 +55,7 @@ class Strict(BaseModel):
             return values  # refused by pydantic
         kept = {}
         for name, value in values.items():
-            own = cls.model_fields.get(name)
-            if own is None and name in cls.neutral:
+            if (own := cls.model_fields.get(name)) is None and name in cls.neutral:
                 if not known.does_nothing(value, cls.neutral[name]):
                     # A client that takes the answer for one that obeys the field would be misled.
                     message = "not supported by this server; leave it out"

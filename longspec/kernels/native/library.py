@@ -51,15 +51,17 @@ def native_library() -> ctypes.CDLL | None:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home
-        logger.warning("decoding on the CPU is slower than it could be: no compiled kernels (%s)", _reason(error))
+        # The first error in the compiler's output, otherwise the exception's own message, as one line.
+        output = (getattr(error, "stderr", None) or "").splitlines()
+        reason = next((line for line in output if "error:" in line), first_line(error))
+        logger.warning("decoding on the CPU is slower than it could be: no compiled kernels (%s)", reason)
         return None
     return library
 
 
 def _compiled() -> Path:
     """The compiled file, which another process may compile at the same time. Raises OSError or SubprocessError."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
+    if (compiler := shutil.which("gcc")) is None:
         raise FileNotFoundError("gcc is not installed")
 
     # A home folder can be shared by machines with different CPUs and compilers.
@@ -86,12 +88,6 @@ def _cpu() -> str:
         lines = []
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return f"{platform.machine()} {features}"
-
-
-def _reason(error: Exception) -> str:
-    """The first error in the compiler's output, otherwise the exception's own message, as one line."""
-    lines = (getattr(error, "stderr", None) or "").splitlines()
-    return next((line for line in lines if "error:" in line), first_line(error))
 
 
 def runs_native(device: torch.device, dtype: torch.dtype) -> bool:

@@ -70,8 +70,7 @@ def runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @cache
 def _torch_has_flash(device: torch.device) -> bool:
-    plain = plain_gpu(device)
-    if plain:
+    if plain := plain_gpu(device):
         warn_once("attention in training runs segment by segment: %s", plain)
         return False
     # Before torch 2.7 the LSE of segments has another layout, as it has on ROCm.

@@ -221,10 +221,6 @@ def reject_children(
 
     # The residual has its own launch: many programs read the vocabulary faster than the one that walks.
     _residual_kernel[(batch, triton.cdiv(vocab, RESIDUAL_BLOCK))](
-        *(q, p, q_rows, path, state, residual),
-        *sizes,
-        DEPTH=depth,
-        OWN_ROWS=q_rows is not None,
-        BLOCK=RESIDUAL_BLOCK,
+        *(q, p, q_rows, path, state, residual), *sizes, DEPTH=depth, OWN_ROWS=q_rows is not None, BLOCK=RESIDUAL_BLOCK
     )
     return path, count, residual

@@ -154,14 +154,7 @@ def count_parts(rows: int, width: int, multiprocessors: int) -> int:
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    rows: int,
-    gated: bool,
-    splits: int,
-    fixed_order: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, gated: bool, splits: int, fixed_order: bool
 ) -> None:
     tokens, width = x.shape
 

@@ -175,13 +175,7 @@ def _tree_attention_kernel(
 
 
 def prefix_and_tree_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    tree_mask: Tensor | None,
-    scale: float,
-    parts: PrefixParts | None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, tree_mask: Tensor | None, scale: float, parts: PrefixParts | None
 ) -> Tensor:
     """Attention to the prefix of each sequence, given the parts of its whole blocks, if any, and to the tree after it.
 
