@@ -14,6 +14,8 @@ from longspec.pipeline.estimates import TIGHT, Machine, Target, estimate
 from longspec.pipeline.settings import (
     FORCED,
     OWN,
+    AnswerSettings,
+    ChatSettings,
     MethodSettings,
     ProbeSettings,
     Settings,
@@ -129,7 +131,8 @@ def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[
     recipe.tp_size, recipe.text = tp_size, list(text)
     if machine.gpus and tp_size == 1:
         # Two processes keep a GPU busy with short answers. As many for long prompts need no new start.
-        for name, run in {"chat": recipe.chat, **recipe.answers}.items():
+        runs: dict[str, ChatSettings | AnswerSettings] = {"chat": recipe.chat, **recipe.answers}
+        for name, run in runs.items():
             batch = run.batch_size * (longest if name.startswith("long") else 2 * ROW) * target.slot_bytes
             run.processes = 2 if 2 * (target.bytes + batch) < TIGHT * machine.memory else 1
     for number, stage in enumerate(recipe.training.stages.values()):
