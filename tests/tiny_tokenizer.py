@@ -27,5 +27,13 @@ def byte_tokenizer(chat_template: object = None, reversed_ids: bool = False) -> 
     )
 
 
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Of "a", "b" and "ab" after a mark at the start of each text; all other characters are <unk>."""
+    words = {word: number for number, word in enumerate(["<unk>", "▁", "a", "b", "ab"])}
+    backend = Tokenizer(models.BPE(words, [("a", "b")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", additional_special_tokens=["<s>"])
+
+
 def save_tokenizer(folder: Path, reversed_ids: bool = False) -> None:
     byte_tokenizer(reversed_ids=reversed_ids).save_pretrained(folder)

@@ -3,7 +3,6 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ Files = str | Path | Iterable[str | Path]
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""
-LINES_PER_CHUNK = 64
-"""Lines that are tokenized together. Long documents are held in memory as Python integers."""
+CHUNK_BYTES = 1 << 18
+"""Bytes after which a chunk ends with its line. They are tokenized in about 0.1 s, so all processes end together."""
 Line = tuple[str, int, bytes]
 """A line's file, its number from 1, and its bytes."""
 
@@ -60,12 +59,11 @@ def text_lines(path: str) -> Iterator[Line]:
 
 
 def chunks(files: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The files in chunks of LINES_PER_CHUNK lines: `path`, number of the first `line` from 1, `start` and `size` in
-    bytes."""
+    """The files in chunks of lines: `path`, number of the first `line` from 1, `start` and `size` in bytes."""
     for path in files:
         number, start = 1, 0
         with open(path, "rb") as handle:
-            while lines := list(islice(handle, LINES_PER_CHUNK)):
+            while lines := handle.readlines(CHUNK_BYTES):
                 size = sum(map(len, lines))
                 yield {"path": path, "line": number, "start": start, "size": size}
                 number, start = number + len(lines), start + size

@@ -177,9 +177,47 @@ def check_embedded(ids: Sequence[int], vocab_size: int, tokenizer: Any, where: s
 
 def encode_texts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each text, without EOS. They start with exactly one BOS if the tokenizer adds one."""
-    if not texts:
-        return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return _with_bos(_encode(texts, tokenizer)["input_ids"], tokenizer) if texts else []
+
+
+def encode_pairs(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """`encode_texts` of each prompt with its answer as one text, as the target reads it, and of each prompt alone."""
+    if not pairs:
+        return [], []
+    encoded = _encode([prompt + answer for prompt, answer in pairs], tokenizer)
+    ends = [(0, 0)] * len(pairs)
+    if encoded.encodings:  # None from a tokenizer in Python
+        tokens = tokenizer.added_tokens_decoder.items()
+        special = {number: token.content for number, token in tokens if not token.normalized}
+        ends = [_last_special(prompt, one, special) for (prompt, _), one in zip(pairs, encoded.encodings, strict=True)]
+    # Text before a special token has the same tokens without the text after it, and is most of a long prompt.
+    rest = _encode([prompt[start:] for (prompt, _), (_, start) in zip(pairs, ends, strict=True)], tokenizer)
+    whole = encoded["input_ids"]
+    alone = [ids[:index] + end for ids, (index, _), end in zip(whole, ends, rest["input_ids"], strict=True)]
+    return _with_bos(whole, tokenizer), _with_bos(alone, tokenizer)
+
+
+def _last_special(prompt: str, encoding: Any, special: Mapping[int, str]) -> tuple[int, int]:
+    """Index and first character of the last token that stands for its text in `special`, within the prompt.
+
+    encoding: that of the prompt and its answer. (0, 0) without such a token.
+    """
+    ids = encoding.ids if prompt else []
+    for index in reversed(range(len(ids))):
+        if ids[index] in special:
+            start, end = encoding.token_to_chars(index)
+            # Other text can have its id too: unknown characters that of <unk>.
+            if special[ids[index]] in prompt[start:end]:
+                return index, start
+    return 0, 0
+
+
+def _encode(texts: Sequence[str], tokenizer: Any) -> Any:
+    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+
+
+def _with_bos(encoded: list[list[int]], tokenizer: Any) -> list[list[int]]:
+    """Token ids of texts that start with exactly one BOS if the tokenizer adds one."""
     # Some tokenizers have a BOS that they never add, so the tokenizer is asked.
     bos = tokenizer.bos_token_id
     if bos is None or tokenizer("")["input_ids"][:1] != [bos]:

@@ -1,13 +1,16 @@
 """Tokenization of records: from lines of JSONL to samples of token ids, in a table that is cached on disk."""
 
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from longspec.data import lines, record_fields, records, templates
 from longspec.data.aligners import DEFAULT_ALIGNERS, AlignedRecord, Aligner
@@ -16,11 +19,10 @@ from longspec.digests import file_digests
 from longspec.extras import extra
 
 with extra("train"):
-    import multiprocess
+    import pyarrow as pa
     from datasets import Dataset, Features, Value, config
     from datasets import Sequence as ListOf
     from datasets.fingerprint import Hasher
-    from datasets.table import InMemoryTable
 
 Digests = Sequence[Sequence[str]]
 """Path and digest of each file."""
@@ -42,7 +44,7 @@ NO_ROOM = -1
 
 @dataclass(frozen=True)
 class Tokenize:
-    """A function from one of `lines.chunks`, as a batch of one row, to tokenized samples (TOKEN_FEATURES)."""
+    """A function from one of `lines.chunks` to tokenized samples (TOKEN_FEATURES)."""
 
     tokenizer: Any
     eos_token_id: int
@@ -66,17 +68,15 @@ class Tokenize:
     templates: Mapping[str, str] = field(default_factory=dict)
     """Text around a record's {prompt} by kind, instead of the built-in one."""
 
-    def __call__(self, chunk: dict[str, list]) -> dict[str, list]:
-        samples = list(self._texts(lines.read_chunk(**{name: value for name, (value,) in chunk.items()})))
-        texts = [text for _, text, _ in samples]
-        # Encoded as one text, as the target reads it, and the prompt again by itself to find where it ends.
-        whole = templates.encode_texts([prompt + answer for prompt, answer in texts], self.tokenizer)
-        prompts = iter(templates.encode_texts([prompt for prompt, _ in texts if prompt], self.tokenizer))
-
+    def __call__(self, chunk: Mapping[str, Any]) -> pa.RecordBatch:
+        """The samples of one of `lines.chunks`."""
+        samples = list(self._texts(lines.read_chunk(**chunk)))
+        # The prompt again by itself, to find where it ends.
+        encoded = templates.encode_pairs([text for _, text, _ in samples], self.tokenizer)
         columns: dict[str, list] = {name: [] for name in TOKEN_FEATURES}
-        for (record, (prompt, answer), place), ids in zip(samples, whole, strict=True):
+        for (record, (prompt, answer), place), ids, prompt_ids in zip(samples, *encoded, strict=True):
             templates.check_embedded(ids, self.vocab_size, self.tokenizer, place)
-            prompt_length = _common_prefix(next(prompts), ids) if prompt else 0
+            prompt_length = _common_prefix(prompt_ids, ids) if prompt else 0
             if answer.strip():
                 # A conversation of (article, abstract) pairs has all tokens in the loss, as plain text has.
                 splits = not prompt or (record["kind"] == "article" and isinstance(record["prompt"], list))
@@ -87,36 +87,33 @@ class Tokenize:
             for piece in pieces:
                 for name, value in {"id": record["id"], **piece}.items():
                     columns[name].append(value)
-        return columns
+        return pa.RecordBatch.from_pydict(columns, schema=TOKEN_FEATURES.arrow_schema)
 
     def table(self, digests: Digests, num_proc: int, cache_dir: str | None) -> Dataset:
         """The samples of all lines of the files, memory-mapped. Up to `num_proc` processes tokenize them if needed."""
-        fingerprint = self.fingerprint(digests)
 
         def build(folder: str) -> None:
-            global _forked
             # Only numbers; the lines stay in the files.
-            chunks = Dataset(
-                InMemoryTable.from_pylist(list(lines.chunks(path for path, _ in digests))), fingerprint="chunks"
-            )
-            workers = min(num_proc, len(chunks))
-            forks = workers > 1 and multiprocess.get_start_method() == "fork"
-            _forked = self if forks else None
-            chunks.map(
-                _tokenize_forked if forks else self,
-                batched=True,
-                batch_size=1,
-                remove_columns=chunks.column_names,
-                features=TOKEN_FEATURES,
-                num_proc=workers if workers > 1 else None,
-                new_fingerprint=fingerprint,
-                cache_file_name=str(Path(folder) / "tokens.arrow"),
-                desc="Tokenizing",
-            )
+            chunks = list(lines.chunks(path for path, _ in digests))
+            with (
+                pa.OSFile(f"{folder}/tokens.arrow", "wb") as file,
+                pa.ipc.new_stream(file, TOKEN_FEATURES.arrow_schema) as table,
+            ):
+                batches = self._tokenized(chunks, min(num_proc, len(chunks)))
+                for batch in tqdm(batches, desc="Tokenizing", unit=" chunks", total=len(chunks)):
+                    table.write_batch(batch)
             lines.check_unchanged(digests)
 
-        folder = Path(cache_dir or config.HF_DATASETS_CACHE) / "longspec" / f"tokens-{fingerprint}"
+        folder = Path(cache_dir or config.HF_DATASETS_CACHE) / "longspec" / f"tokens-{self.fingerprint(digests)}"
         return cached_table(folder, build)
+
+    def _tokenized(self, chunks: list[dict[str, Any]], workers: int) -> Iterator[pa.RecordBatch]:
+        """The samples of each chunk, in order. Processes take the next chunk when they have finished one."""
+        if workers < 2:
+            yield from map(self, chunks)
+            return
+        with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(self,)) as pool:
+            yield from pool.map(_tokenize, chunks)
 
     def unread(self, first_lines: Iterable[lines.Line]) -> set[str]:
         """The names of the fields of these lines that nothing reads. Raises UserError."""
@@ -175,13 +172,20 @@ class Tokenize:
         return [_piece(piece, 0, len(piece)) for piece in pieces if len(piece) > 1]
 
 
-_forked: Tokenize | None = None
-"""What forked processes run. To pickle a tokenizer of 150,000 tokens for each of them takes seconds."""
+_worker: Tokenize | None = None
+"""What a process of the pool runs. Forked ones inherit it: to pickle a tokenizer of 150,000 tokens takes seconds."""
 
 
-def _tokenize_forked(chunk: dict[str, list]) -> dict[str, list]:
-    assert _forked is not None
-    return _forked(chunk)
+def _start_worker(tokenize: Tokenize) -> None:
+    global _worker
+    _worker = tokenize
+    # The threads of the tokenizer do not survive a fork: a process that waited for them would never end.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _tokenize(chunk: dict[str, Any]) -> pa.RecordBatch:
+    assert _worker is not None
+    return _worker(chunk)
 
 
 def _piece(ids: list[int], prompt_length: int, length: int) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from longspec.data import lines as data_lines
 from longspec.data.aligners import DEFAULT_ALIGNERS, add_id_aligner, common_form_aligner
-from longspec.data.lines import LINES_PER_CHUNK, check_unchanged, chunks, content_digests, data_files, read_chunk
+from longspec.data.lines import check_unchanged, chunks, content_digests, data_files, read_chunk
 from longspec.data.record_fields import check_record, check_sampling
 from longspec.data.records import KINDS, WHERE, RecordError, located, parse_record, record_kind, split_pairs
 from longspec.errors import UserError
@@ -186,12 +187,17 @@ def test_lines_end_at_newline_only_and_are_counted_in_each_file(tmp_path):
     records = read_all(file)
     assert [record["text"] for record in records] == [text, "second", "third"]
     assert [record[WHERE] for record in records] == [f"{file}:1", f"{file}:3", f"{file}:5"]
-    file.unlink()
-    numbers = range(1, LINES_PER_CHUNK + 3)
+
+
+def test_lines_are_counted_in_each_file_whose_chunks_are_bounded(tmp_path, monkeypatch):
+    """The line that exceeds the bound is the last one, because processes share the chunks of files in any order."""
+    monkeypatch.setattr(data_lines, "CHUNK_BYTES", 60)
+    texts = [*"1234567", "8" * 100, "9"]
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in numbers))
-    expected = [(f"{tmp_path}/{name}.jsonl:{number}", str(number)) for name in ("a", "b") for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    expected = [(f"{tmp_path}/{name}.jsonl:{n}", text) for name in ("a", "b") for n, text in enumerate(texts, 1)]
     assert [(record[WHERE], record["text"]) for record in read_all(tmp_path)] == expected
+    assert [chunk["line"] for chunk in chunks(data_files(tmp_path))] == [1, 6, 9] * 2
 
 
 def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):

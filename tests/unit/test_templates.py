@@ -1,13 +1,13 @@
 """Prompts in the published formats, and token ids with exactly one BOS."""
 
 import pytest
-from tiny_tokenizer import byte_tokenizer
+from tiny_tokenizer import byte_tokenizer, merging_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from longspec.data.prompts import user_turn_marks
 from longspec.data.records import RecordError, located
 from longspec.data.target_format import answer_end, resolve_chat_format
-from longspec.data.templates import chat_prompt, check_templates, encode_texts, render
+from longspec.data.templates import chat_prompt, check_templates, encode_pairs, encode_texts, render
 from longspec.errors import UserError
 from longspec.models.target_files import set_template_arguments
 
@@ -148,3 +148,13 @@ def test_one_bos_never_two_and_no_eos(eos_too):
     assert chat.count(bos) == 3 and plain[-1] != eos
     unused = byte_tokenizer()
     assert encode_texts(["abc"], unused) == [unused("abc")["input_ids"]] and encode_texts([], unused) == []
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), bos_tokenizer(), merging_tokenizer()])
+def test_a_prompt_has_the_tokens_that_it_has_alone(tokenizer):
+    """Also where the answer changes the prompt's last ones, and after unknown text, which has a special token's id."""
+    prompts = ["", "a", "xa", "b<s>xa", "<s>a", "a<s>", LLAMA, "é<s>é", "<", "a<s"]
+    pairs = [(prompt, answer) for prompt in prompts for answer in ("", "b", ">b", ">", "<s>b", "é<s>a", " x")]
+    whole, alone = encode_pairs(pairs, tokenizer)
+    assert whole == encode_texts([prompt + answer for prompt, answer in pairs], tokenizer)
+    assert alone == encode_texts([prompt for prompt, _ in pairs], tokenizer)
