@@ -5,15 +5,18 @@ import sys
 from pathlib import Path
 
 from longspec.errors import reports_user_errors
-from longspec.inference.process_group import shared_target
-from longspec.pipeline.answers import write_share
-from longspec.pipeline.evaluation import measure
-from longspec.pipeline.files import settings_file
-from longspec.pipeline.probes import run_probes
-from longspec.pipeline.processes import end_with_parent
-from longspec.pipeline.settings import load_settings
-from longspec.ranks.replicas import joined_replicas
+from longspec.extras import extra
 from longspec.signals import StopSignals
+
+with extra("demo"):
+    from longspec.inference.process_group import shared_target
+    from longspec.pipeline.answers import write_share
+    from longspec.pipeline.evaluation import measure
+    from longspec.pipeline.files import settings_file
+    from longspec.pipeline.probes import run_probes
+    from longspec.pipeline.processes import end_with_parent
+    from longspec.pipeline.settings import load_settings
+    from longspec.ranks.replicas import joined_replicas
 
 WORK = {work.__name__: work for work in (write_share, run_probes, measure)}
 

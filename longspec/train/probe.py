@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuon
 from torch import Tensor
 from tqdm import tqdm
 
@@ -71,6 +70,9 @@ class Candidate:
         adamw = torch.optim.AdamW(others, betas=tuple(config.adam_betas), weight_decay=decay)  # type: ignore[arg-type]
         self.optimizers: list[tuple[Any, float]] = [(adamw, 1.0)]
         if matrices:
+            # Imports torch's compiler, which takes longer than the rest of this module.
+            from deepspeed.runtime.zero.muon.original_muon import SingleDeviceMuon
+
             muon = SingleDeviceMuon(matrices, weight_decay=decay / scale, momentum=MUON_MOMENTUM, ns_method="standard")
             self.optimizers.append((muon, scale))
 
