@@ -104,8 +104,7 @@ def test_the_eos_is_learnt_also_as_pad_token_or_when_given(build):
 def test_a_token_across_prompt_and_answer_is_no_prompt(build):
     """Only tokens that the prompt alone also has count as prompt."""
     row = build([{"prefix": "bba", "suffix": "bb"}], tokenizer=merging_tokenizer())[0]
-    assert row[0]["prompt_length"] == 3
-    assert len(row[0]["input_ids"]) == 6
+    assert (row[0]["prompt_length"], len(row[0]["input_ids"])) == (3, 6)
 
 
 def test_long_text_is_split_into_pieces_or_cut(build):
@@ -249,14 +248,11 @@ def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path, mo
     assert tokens(build_rows(path, **settings)) == [[[*ids("abd"), EOS]]] and len(tables()) == 8
 
 
-SPOILED = {
-    "changed": lambda path: path.write_bytes(path.read_bytes()[::-1]),
-    "removed": os.remove,
-    "unfinished": lambda path: (path.parent / DIGESTS).unlink(),
-}
-
-
-@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda path: path.write_bytes(path.read_bytes()[::-1]), os.remove, lambda path: (path.parent / DIGESTS).unlink()],
+    ids=["changed", "removed", "unfinished"],
+)
 def test_a_damaged_cache_is_built_again_with_one_line(build, tmp_path, caplog, spoil):
     records = [{"text": f"text {number}"} for number in range(9)]
     before = tokens(build(records))

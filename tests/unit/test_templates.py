@@ -155,6 +155,5 @@ def test_a_prompt_has_the_tokens_that_it_has_alone(tokenizer):
     """Also where the answer changes the prompt's last ones, and after unknown text, which has a special token's id."""
     prompts = ["", "a", "xa", "b<s>xa", "<s>a", "a<s>", LLAMA, "é<s>é", "<", "a<s"]
     pairs = [(prompt, answer) for prompt in prompts for answer in ("", "b", ">b", ">", "<s>b", "é<s>a", " x")]
-    whole, alone = encode_pairs(pairs, tokenizer)
-    assert whole == encode_texts([prompt + answer for prompt, answer in pairs], tokenizer)
-    assert alone == encode_texts([prompt for prompt, _ in pairs], tokenizer)
+    texts = [prompt + answer for prompt, answer in pairs], [prompt for prompt, _ in pairs]
+    assert encode_pairs(pairs, tokenizer) == tuple(encode_texts(one, tokenizer) for one in texts)
