@@ -178,7 +178,7 @@ def test_files_folders_and_patterns_are_found_in_order_or_named(tmp_path, monkey
         data_files([])
 
 
-def test_lines_end_at_newline_only_and_are_counted_in_each_file(tmp_path):
+def test_lines_end_at_newline_only(tmp_path):
     """A JSON string may contain the other line separators of Python and Unicode. A byte order mark is no text."""
     text = "a\u2028b\u2029c\x85d"
     file = tmp_path / "odd.jsonl"
