@@ -1,5 +1,7 @@
-"""SIGTERM, SIGINT and SIGHUP as requests to stop, which let the program finish and save its current work."""
+"""SIGTERM, SIGINT and SIGHUP as requests to stop, which let the program finish and save its current work; and the end
+of a process with its parent."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -11,11 +13,20 @@ from typing import Any, Self
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 """Signals that ask a process to stop, as far as the platform has them."""
+PARENT_DEATH_SIGNAL = 1
+"""Linux's number of the request for a signal when the parent ends."""
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def exit_code(signal_number: int) -> int:
     """The exit code after a signal, by the convention of shells."""
     return 128 + signal_number
+
+
+def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Ask for a signal when the process that started this one ends. Only Linux can do that."""
+    if LIBC is not None:
+        LIBC.prctl(PARENT_DEATH_SIGNAL, by)
 
 
 def _is_first_rank() -> bool:

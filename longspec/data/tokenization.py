@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from longspec.data.aligners import DEFAULT_ALIGNERS, AlignedRecord, Aligner
 from longspec.data.cache import cached_table
 from longspec.digests import file_digests
 from longspec.extras import extra
+from longspec.signals import end_with_parent
 
 with extra("train"):
     import pyarrow as pa
@@ -181,6 +183,8 @@ def _start_worker(tokenize: Tokenize) -> None:
     _worker = tokenize
     # The threads of the tokenizer do not survive a fork: a process that waited for them would never end.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # It holds the queue of chunks open itself, so it would wait for a killed parent, too.
+    end_with_parent(by=signal.SIGKILL)
 
 
 def _tokenize(chunk: dict[str, Any]) -> pa.RecordBatch:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longspec.errors import reports_user_errors
 from longspec.extras import extra
-from longspec.signals import StopSignals
+from longspec.signals import StopSignals, end_with_parent
 
 with extra("demo"):
     from longspec.inference.process_group import shared_target
@@ -14,7 +14,6 @@ with extra("demo"):
     from longspec.pipeline.evaluation import measure
     from longspec.pipeline.files import settings_file
     from longspec.pipeline.probes import run_probes
-    from longspec.pipeline.processes import end_with_parent
     from longspec.pipeline.settings import load_settings
     from longspec.ranks.replicas import joined_replicas
 

@@ -1,10 +1,8 @@
 """Child processes that end with their context or their parent, the processes that share the work of a step, and
 launches of the trainer."""
 
-import ctypes
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,13 +20,11 @@ from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
 from longspec.ranks.replicas import Replicas
+from longspec.signals import end_with_parent
 from longspec.train.config import quoted
 
 TIME_TO_SAVE_S = 60
 """Seconds that a stopped training launch has to save its last step."""
-PARENT_DEATH_SIGNAL = 1
-"""Linux's number of the request for a signal when the parent ends."""
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def free_port() -> int:
@@ -36,12 +32,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """Ask for a signal when the process that started this one ends. Only Linux can do that."""
-    if LIBC is not None:
-        LIBC.prctl(PARENT_DEATH_SIGNAL, by)
 
 
 @contextmanager

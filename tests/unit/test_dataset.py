@@ -2,11 +2,14 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
+import time
 from types import ModuleType
 
 import numpy as np
+import psutil
 import pyarrow
 import pytest
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer, merging_tokenizer
@@ -181,8 +184,27 @@ def test_two_processes_give_the_same_rows(build, tmp_path, monkeypatch):
     monkeypatch.setattr(Tokenize, "__call__", lambda *args: os.getpid() != parent and call(*args))
     two = build(records[:100], records[100:], pack=True, cache_dir=str(tmp_path / "two"), num_proc=2)
     assert tokens(one) == tokens(two)
-    first, second = ((tmp_path / name).rglob("*.arrow") for name in ("one", "two"))
+    first, second = (sorted((tmp_path / name).rglob("*.arrow")) for name in ("one", "two"))
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_processes_do_not_outlive_a_killed_parent(build, monkeypatch):
+    """They would wait for its next chunk, with all that they have in memory."""
+    monkeypatch.setattr(Tokenize, "__call__", lambda *args: time.sleep(0.2))
+    monkeypatch.setattr(data_lines, "CHUNK_BYTES", 200)
+    records = [{"text": f"text {number}"} for number in range(999)]
+    parent = multiprocessing.get_context("fork").Process(target=build, args=(records,), kwargs={"num_proc": 2})
+    parent.start()
+    while len(workers := psutil.Process(parent.pid).children()) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)  # each has asked for the signal
+    parent.kill()
+    parent.join()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 NOTED = byte_tokenizer()
