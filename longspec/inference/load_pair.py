@@ -69,7 +69,8 @@ def load_model(target: str, draft: str | None, dtype: torch.dtype, device: torch
 
     def load() -> GlideMixin:
         model_class = family_class(read_config(target), target)
-        if (ranks := model_parallel_rank_and_size()[1]) > 1:
+        ranks = model_parallel_rank_and_size()[1]
+        if ranks > 1:
             torch.manual_seed(0)  # for a fresh draft
         model = model_class.from_pretrained(target, glide_path=draft, dtype=dtype)
         if ranks > 1:

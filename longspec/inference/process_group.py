@@ -71,7 +71,8 @@ def shared_target(tp_size: int, device: str | None, stop: StopSignals) -> Iterat
             # The collectives of the others fail when a rank is gone.
             if (lost := watch.lost_rank()) is None:
                 raise
-            if rank == (1 if lost == 0 else 0) and stop.received is None:
+            reporter = 1 if lost == 0 else 0
+            if rank == reporter and stop.received is None:
                 print(f"error: rank {lost} is gone, so all ranks that share the target end", file=sys.stderr)
             raise SystemExit(1) from error
         finally:
@@ -105,7 +106,8 @@ def check_launch(tp_size: int, world_size: int, device: str | None) -> torch.dev
         return chosen
     if chosen.index is not None:
         raise UserError(f"--device {device}: each rank of --tp_size takes the GPU of its number; give cuda")
-    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))) > torch.cuda.device_count():
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    if ranks > torch.cuda.device_count():
         raise UserError(f"--tp_size {tp_size}: {ranks} ranks on a machine with {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 

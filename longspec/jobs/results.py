@@ -67,7 +67,8 @@ class Results:
     def put_in_order(self) -> None:
         """Merge the files of all ranks, which have finished, in the order of items. On rank 0. Raises UserError."""
         raw_lines = self._read()
-        if not (parts := part_paths(self.path)) and list(raw_lines) == sorted(raw_lines):
+        parts = part_paths(self.path)
+        if not parts and list(raw_lines) == sorted(raw_lines):
             return
         with self._writing():
             # A link stays a link.

@@ -25,7 +25,8 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
     Logs once why a GPU runs on torch's own kernels alone, and with "auto" which missing package or other dtype would
     provide a faster attention. Raises UserError for an unknown name, and for one that cannot run here.
     """
-    if (name := attention_name(attention, device, dtype, head_dim)) == DETERMINISTIC:
+    name = attention_name(attention, device, dtype, head_dim)
+    if name == DETERMINISTIC:
         from longspec.kernels.triton.deterministic import DeterministicAttention, DeterministicBackend
 
         return DeterministicBackend(DeterministicAttention())

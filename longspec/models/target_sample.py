@@ -75,5 +75,7 @@ def warn_if_other_target(saved: TargetSample | None, own: TargetSample | None, d
         logger.warning(
             "%s: this draft was trained for %s, whose weights are not those of %s; the output stays exact, but fewer "
             "tokens may be accepted",
-            *(draft, saved.name, own.name),
+            draft,
+            saved.name,
+            own.name,
         )

@@ -30,7 +30,8 @@ parallel part, stores them in the model's dtype."""
 
 def set_default_tree(args: Any) -> None:
     """Fill in the tree's options if none is given. Raises UserError if some are."""
-    if (values := [getattr(args, name) for name in DEFAULT_TREE]) == [None] * 3:
+    values = [getattr(args, name) for name in DEFAULT_TREE]
+    if values == [None] * 3:
         for name, value in DEFAULT_TREE.items():
             setattr(args, name, value)
     elif None in values or min(values) < 1:

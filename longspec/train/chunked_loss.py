@@ -127,7 +127,8 @@ def chunk_terms(
 
     Overwrites `logits`.
     """
-    if (own := own_loss(loss_name)) is not None or loss_name == "acceptance":
+    own = own_loss(loss_name)
+    if own is not None or loss_name == "acceptance":
         if own is not None:
             loss, terms, gradient = _own_terms(own, logits, teacher_logits, labels, share)
         else:

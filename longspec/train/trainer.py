@@ -66,7 +66,8 @@ class Trainer:
         self.engine.train()
         # Iterating starts the loading processes. They load while rank 0 opens the log.
         arrays = iter(self.loader)
-        if (step := self.start.step) and self.config.evaluation.keep_best:
+        step = self.start.step
+        if step and self.config.evaluation.keep_best:
             self.best_acceptance_length = from_rank_zero(lambda: read_best(self.config, self.start.run))
         log = rank_zero_first(lambda: RunLog(self.config, dist.get_rank(), step, self.total_steps))
 

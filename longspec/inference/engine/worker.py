@@ -78,7 +78,8 @@ class Worker:
             self._roster = Roster.of(running, self.batch)
         roster = self._roster
         # A round emits a token or more in each running row.
-        if is_needed := bool((self.backlog.left[roster.indices] > len(self._launches)).any()):
+        is_needed = bool((self.backlog.left[roster.indices] > len(self._launches)).any())
+        if is_needed:
             if not self._launches:
                 self._since = time.perf_counter()
             setup = self.batch.seconds_of_setup

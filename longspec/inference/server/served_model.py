@@ -111,7 +111,8 @@ class ServedModel:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default. The
         engine refuses a limit above this room."""
         room = self.positions - len(prompt)
-        if (new_tokens := body.token_limit) is None:
+        new_tokens = body.token_limit
+        if new_tokens is None:
             new_tokens = min(self.config.max_new_tokens or limits.default_new_tokens, room)
         elif new_tokens == -1:
             new_tokens = room
