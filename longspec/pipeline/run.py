@@ -164,14 +164,14 @@ def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
 
 def finished(settings: Settings, root: Path) -> Done:
     """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings."""
-    has_prompts = prompts_are_written(settings, root)
+    has_prompts, missing = prompts_are_written(settings, root), missing_samples(settings, root)
     complete = {
         CHAT: text_is_written([CHAT], settings, root),
         "prompts": has_prompts,
         "answers": has_prompts and text_is_written(list(settings.answers), settings, root),
         "probes": all(probe_file(root, name).exists() for name in settings.probes),
         **{name: is_trained(name, settings, root) for name in settings.training.stages},
-        "evaluation": evaluation_folder(root).exists() and not missing_samples(settings, root),
+        "evaluation": has_prompts and evaluation_folder(root).exists() and not missing,
     }
     seconds = {line["step"]: line["seconds"] for line in read_jsonl(root / TIMES)}
     took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
