@@ -105,7 +105,7 @@ class PromptRun:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the identity, which is in each line. The file OUTPUT.run.json names its entries."""
+        """A digest of the identity, which is in each line. The file OUTPUT.run names its entries."""
         return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def line(self, number: int, tokens: list[int]) -> Line:
@@ -151,7 +151,7 @@ def answer_prompts(
     results: Results | StdoutLines = StdoutLines(list(run.token_ids))
     if output is not None:
         path = output.absolute()  # a relative path has no folder of its own
-        record = path.with_name(f"{path.name}.run.json")
+        record = path.with_name(f"{path.name}.run")
         read_line = partial(run.read_line, read_json(record) if record.exists() else {})
         results = open_results(partial(Results, path, read_line, overwrite), run.identity, path, read_line, replicas)
         replicas.rank_zero_first(results.start)

@@ -186,7 +186,7 @@ def loops(tokens: Sequence[int]) -> bool:
 def up_to_last_sentence(text: str) -> str:
     """A text without what follows its last complete line or sentence; empty if it has none."""
     # The number of a list's item ends no sentence.
-    ends = [match.end() for match in re.finditer(r"\n|(?<!\n\d)(?<!\n\d\d)[.!?](?=\s)", text)]
+    ends = [match.end() for match in re.finditer(r"\n|(?<!\n\d)(?<!\n\d\d)[.!?](?=\s)|[。！？]", text)]
     return text[: ends[-1]].strip() if ends else ""
 
 

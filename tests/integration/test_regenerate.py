@@ -153,11 +153,12 @@ def test_an_answer_is_kept_up_to_its_repetition_loop(
 def test_a_cut_user_turn_ends_with_its_last_sentence_or_line(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = "Sum 1.5 and 2. Halve it.\n3. Then pri", "a = 1\nb = ", "What is a do"
+    texts = "Sum 1.5 and 2. Halve it.\n3. Then pri", "a = 1\nb = ", "1 + 1 是几？请", "What is a do"
     cut = byte_tokenizer()(list(texts))["input_ids"]
-    answer_with(monkeypatch, cut, [[*cut[2], 2]] * 2)
-    written = read(regenerate(settings(target, tmp_path, count=3)))
-    assert [record["messages"][0]["content"] for record in written] == ["Sum 1.5 and 2. Halve it.", "a = 1"]
+    answer_with(monkeypatch, cut, [[*cut[3], 2]] * 3)
+    written = read(regenerate(settings(target, tmp_path, count=4)))
+    expected = ["Sum 1.5 and 2. Halve it.", "a = 1", "1 + 1 是几？"]
+    assert [record["messages"][0]["content"] for record in written] == expected
     assert "'user turns: cut off': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 

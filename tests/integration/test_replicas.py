@@ -167,7 +167,7 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")])
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
-    assert {file.name for file in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.run.json"}
+    assert {file.name for file in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.run"}
     assert launch.stdout == f"written to {out}: 13 of 13 prompts answered\n"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["answered"], summary["processes"]) == (13, 2)
