@@ -44,6 +44,19 @@ def handled(number: int, handler: Any) -> Iterator[None]:
         signal.signal(number, before if before is not None else signal.SIG_DFL)
 
 
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Context whose stop signals are handled at its end. For the main thread; in another one it does nothing."""
+    late: list[int] = []
+    with ExitStack() as handlers:
+        for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers.enter_context(handled(number, lambda number, frame: late.append(number)))
+        yield
+    for number in late[:1]:
+        signal.raise_signal(number)
+
+
 class StopSignals:
     """Context manager that records requests to stop.
 

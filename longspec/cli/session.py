@@ -89,6 +89,8 @@ class Session:
                 self.console.print("The conversation is empty.")
             elif command == "/file":
                 self.add_file(argument.strip())
+            elif argument and command in COMMANDS.split(", "):
+                raise UserError(f"{command} takes no argument")
             elif re.fullmatch(r"/\w+", line):  # with further words, it may be a path or a switch of the model
                 raise UserError(f"no command {line}; use {COMMANDS}")
             else:

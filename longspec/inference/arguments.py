@@ -117,7 +117,7 @@ def _check_tree_shape(tree_shape: Any, most: int) -> None:
     """Raise UserError unless tree_shape is a list of level sizes of at most `most` nodes, within MAX_NODES in all."""
     widths = tree_shape if isinstance(tree_shape, Sequence) else ()
     if not widths or not all(is_integer(width) and 1 <= width <= most for width in widths):
-        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, 1 to {most}, as in 4 16 16 16 16")
+        raise UserError(f"tree_shape: {tree_shape!r}; give the nodes of each level, 1 to {most}, as in 4,16,16,16,16")
     if 1 + sum(widths) > MAX_NODES:
         raise UserError(f"tree_shape: {1 + sum(widths)} nodes with the root; a tree has at most {MAX_NODES}")
 

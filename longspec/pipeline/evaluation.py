@@ -27,6 +27,7 @@ from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft
 from longspec.ranks.replicas import Replicas
 from longspec.signals import StopSignals
+from longspec.untrusted import read_json
 
 FACTS = "settings.json"
 """File with the draft, target, device and versions that all samples of a folder share."""
@@ -50,11 +51,14 @@ def evaluate(settings: Settings, root: Path) -> None:
     folder with samples of another draft, target, device or version, of other prompts or of other options."""
     if settings.evaluation.draft is None and not final_draft(settings, root).exists():
         raise UserError(f"{final_draft(settings, root)}: no such draft; train it first, or set evaluation.draft")
-    if missing_samples(settings, root):
-        facts: dict[str, Any] = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
-        facts |= {"device": device_name(choose_device(None)), "versions": versions()}
+    file, missing = evaluation_folder(root) / FACTS, missing_samples(settings, root)
+    if missing or file.exists():
+        # A complete evaluation can be reported on any device.
+        here = {"device": device_name(choose_device(None)), "versions": versions()} if missing else read_json(file)
+        facts = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
         # Here and not in the step's processes, whose errors reach this one as an exit code only.
-        claim(evaluation_folder(root) / FACTS, facts)
+        claim(file, here | facts)
+    if missing:
         ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
         share_work(measure, settings, root, ranks)
 

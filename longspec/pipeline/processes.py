@@ -20,7 +20,7 @@ from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
 from longspec.ranks.replicas import Replicas
-from longspec.signals import end_with_parent
+from longspec.signals import deferred_signals, end_with_parent
 from longspec.train.config import quoted
 
 TIME_TO_SAVE_S = 60
@@ -37,11 +37,13 @@ def free_port() -> int:
 @contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
     """Start a process (options of Popen). It gets SIGTERM when the context ends or, on Linux, this process."""
-    child = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
+    child = None
     try:
+        with deferred_signals():  # what a handler raises during a fork is lost
+            child = subprocess.Popen(command, preexec_fn=end_with_parent, **options)
         yield child
     finally:
-        if child.poll() is None:
+        if child is not None and child.poll() is None:
             child.terminate()
             child.wait(TIME_TO_SAVE_S)
 

@@ -78,6 +78,7 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
         assert f"error: /file {tmp_path}/{name}: {problem}" in said(session, f"/file {tmp_path}/{name}")
     for line in ("/clear", "/Quit"):  # one that does not exist is told and not sent
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)
+    assert "error: /stats takes no argument\n" in said(session, "/stats now")
     assert len(session.turns) == 6
 
 

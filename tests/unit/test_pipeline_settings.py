@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from longspec.pipeline.processes import launch, launch_line, running
 from longspec.pipeline.settings import Settings, load_settings
 from longspec.pipeline.training import batches, run_folder, stage_facts, train
 from longspec.replacing import write_atomically
+from longspec.signals import StopSignals
 from longspec.train.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +181,14 @@ def test_a_launch_that_is_interrupted_may_save(tmp_path: Path) -> None:
         assert child.stdout.readline() == "started\n"
         raise KeyboardInterrupt
     assert child.poll() == 0 and (tmp_path / "saved").exists()
+
+
+def test_a_signal_during_a_fork_is_not_lost() -> None:
+    """Python drops what a handler raises in the callbacks of a fork."""
+    armed = [signal.SIGTERM]
+    os.register_at_fork(after_in_parent=lambda: armed and os.kill(os.getpid(), armed.pop()))
+    with pytest.raises(SystemExit), StopSignals(at_once=True), running([sys.executable, "-c", ""]):
+        pytest.fail("not stopped")
 
 
 def test_a_launch_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:

@@ -223,6 +223,8 @@ def test_refused_settings_do_not_replace_those_of_the_folder(
         error = refusal(command.main, [*line, f"evaluation.{override}"])
         assert f"contains samples of everyday, vanilla with other options ({change}); rename the method, or" in error
     assert "stopped here" in refusal(command.main, line)
+    complete = "evaluation.methods=[{name: vanilla, prompts: 1}]"
+    assert "draft: other content" in refusal(command.main, [*line, complete, "evaluation.draft=b"])
 
 
 def test_steps_whose_files_are_complete_are_shown_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
