@@ -16,7 +16,10 @@ FILE_OPTIONS = (*FILTER_OPTIONS, *TOKEN_OPTIONS)
 STOPPING = ("max_time", "stop_strings")
 """Options that only `model.generate` supports, as stopping criteria."""
 NEUTRAL: dict[str, Any] = {
-    **{"encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "num_beams": 1, "num_beam_groups": 1},
+    "encoder_repetition_penalty": 1.0,
+    "guidance_scale": 1.0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
     **{name: FILTERS[name] for name in FILTER_OPTIONS},
     **TOKEN_OPTIONS,
 }

@@ -31,8 +31,15 @@ def _byte_level(digits: str) -> pre_tokenizers.PreTokenizer:
 
 LLAMA3, QWEN2 = _byte_level(r"\p{N}{1,3}"), _byte_level(r"\p{N}")
 SPLITS = {
-    **{"gpt-2": GPT2_SPLIT, "smollm": DIGITS_SPLIT, "starcoder": DIGITS_SPLIT, "refact": DIGITS_SPLIT},
-    **{"llama3": LLAMA3, "llama-v3": LLAMA3, "llama-bpe": LLAMA3, "qwen2": QWEN2, "deepseek-r1-qwen": QWEN2},
+    "gpt-2": GPT2_SPLIT,
+    "smollm": DIGITS_SPLIT,
+    "starcoder": DIGITS_SPLIT,
+    "refact": DIGITS_SPLIT,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "llama-bpe": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
 }
 """Pre-tokenizers by the value of `tokenizer.ggml.pre`."""
 

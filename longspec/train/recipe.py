@@ -41,9 +41,14 @@ UNITS_PER_BYTE = 2**25 / (80 * 2**30)
 CPU_BYTES = 8 * 2**30
 """Memory that the micro-batches of a CPU may assume."""
 AUTO_KEYS: dict[str, Any] = {
-    **{"model._target_": "", "model.torch_dtype": "float32", "model.kv_layers": [], "model.draft_vocabulary": None},
-    **{"optimizer": "adamw", "learning_rate": 1.0},
-    **{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+    "model._target_": "",
+    "model.torch_dtype": "float32",
+    "model.kv_layers": [],
+    "model.draft_vocabulary": None,
+    "optimizer": "adamw",
+    "learning_rate": 1.0,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
 }
 """Keys that may be `auto`, each with a value of its type. Later values depend on earlier ones."""
 MUON_FROM = "0.19.8"
