@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -97,7 +97,7 @@ class SplitShards:
                 lines.append(json.dumps(with_id, ensure_ascii=False) + "\n")
 
         if not lines:
-            raise UserError(f"{self.folder}: no answer is left ({dict(dropped)})")
+            raise UserError(f"{self.folder}: no answer is left ({reasons(dropped)})")
 
         facts = read_yaml(self.folder / PROVENANCE_NAME)
         facts |= {"records": len(lines), "new_tokens": new_tokens, "dropped": dict(sorted(dropped.items()))}
@@ -110,11 +110,14 @@ class SplitShards:
 def describe(output: Path) -> str:
     """A line on the prompts of a split's file, and those that were dropped for each reason."""
     facts = read_yaml(output.with_suffix(f".{PROVENANCE_NAME}"))
-    dropped = {reason: count for reason, count in facts["dropped"].items() if count}
-    reasons = "; ".join(f"{reason} {count}" for reason, count in dropped.items())
-    left_out = sum(dropped.values())
+    left_out = sum(facts["dropped"].values())
     line = f"{facts['records']} of {facts['records'] + left_out} prompts kept, {left_out} dropped"
-    return f"{line} ({reasons})" if dropped else line
+    return f"{line} ({reasons(facts['dropped'])})" if left_out else line
+
+
+def reasons(dropped: Mapping[str, int]) -> str:
+    """The counts of dropped texts, as a part of a line."""
+    return "; ".join(f"{reason} {count}" for reason, count in dropped.items() if count)
 
 
 def _prompt_keys(files: Sequence[str]) -> set[bytes]:
