@@ -155,8 +155,7 @@ class Makers:
     split: str
 
     def __post_init__(self) -> None:
-        self.chat_tokens: dict[int, int] = {}
-        """Number of tokens of a conversation as earlier turns, by the id of its object."""
+        self.chat_tokens: dict[int, int] = {}  # of a conversation as earlier turns, by the id of its object
         self.packages: dict[str, list[SourceFile]] = {}
         for file in [*self.texts.code, *self.texts.documents]:
             self.packages.setdefault(file.package, []).append(file)
