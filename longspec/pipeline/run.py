@@ -28,7 +28,7 @@ from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
-from longspec.pipeline.training import check_trainer, is_trained, train
+from longspec.pipeline.training import check_trainer, is_finished, run_folder, train
 from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
@@ -62,7 +62,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
     fault = _trainer_fault(settings, target, text.path, options.dry_run)
     steps, planned, done = steps_of(settings, root), estimate(settings, target, machine), finished(settings, root)
     plan = plan_lines(settings, target, machine, planned, root, done)
-    if settings.text and (options.text or "prompts" not in done):
+    if settings.text and not options.text and "prompts" not in done:
         PromptFiles(tuple(settings.text))  # checks all records, which a later step reads
     hours = options.hours or max(HOURS, settings.hours or 0)
     refusal = fault or _refusal(3600 * 2 * hours, target, machine, planned, root)
@@ -98,6 +98,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
 def _settings(options: argparse.Namespace, root: Path, target: Target, machine: Machine) -> Settings:
     """The settings in `--config`, those of the run that the folder holds, or those chosen for target and machine."""
     texts = [_absolute(file) for file in options.text]
+    own = len(PromptFiles(tuple(texts))) if texts else 0
     for override in options.overrides:
         if override.startswith("target="):
             raise UserError(f"{override}: not an override; the argument TARGET names the target")
@@ -117,7 +118,6 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
                 raise UserError(f"{root}: holds a run with {name} {before}, not {value}; choose another --output_dir")
         settings = load_settings(stored, overrides)
     else:
-        own = len(PromptFiles(tuple(texts))) if texts else 0
         hours = options.hours or (EVALUATION_HOURS if options.evaluate else HOURS)
         contexts = options.contexts or CONTEXTS
         settings = chosen_settings(target, machine, hours, contexts, texts, own, options.evaluate)
@@ -165,12 +165,13 @@ def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
 def finished(settings: Settings, root: Path) -> Done:
     """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings."""
     has_prompts, missing = prompts_are_written(settings, root), missing_samples(settings, root)
+    run = run_folder(root, settings.seed)
     complete = {
         CHAT: text_is_written([CHAT], settings, root),
         "prompts": has_prompts,
         "answers": has_prompts and text_is_written(list(settings.answers), settings, root),
         "probes": all(probe_file(root, name).exists() for name in settings.probes),
-        **{name: is_trained(name, settings, root) for name in settings.training.stages},
+        **{name: is_finished(run / name, stage) for name, stage in settings.training.stages.items()},
         "evaluation": has_prompts and evaluation_folder(root).exists() and not missing,
     }
     seconds = {line["step"]: line["seconds"] for line in read_jsonl(root / TIMES)}

@@ -102,6 +102,11 @@ class StageSettings:
     overrides: dict[str, Any] = field(default_factory=dict)
     """Values of the trainer's configuration by full key."""
 
+    @property
+    def last_step(self) -> int:
+        last: int = self.overrides.get("max_steps", self.steps)
+        return last
+
 
 @dataclass
 class TrainingSettings:

@@ -60,12 +60,11 @@ def train(name: str, settings: Settings, root: Path) -> None:
     }
 
     claim(folder / FACTS, stage_facts(stage, settings.seed))
-    steps = overrides["max_steps"]  # stage.overrides may replace it
-    if is_finished(folder, steps):
+    if is_finished(folder, stage):
         return
 
-    seconds = launch(launch_line(stage.config, overrides, ranks), folder, steps)
-    if not is_finished(folder, steps):
+    seconds = launch(launch_line(stage.config, overrides, ranks), folder, stage.last_step)
+    if not is_finished(folder, stage):
         raise UserError(f"{folder}: training ended before its last step; see {folder / 'log.txt'}")
     with (folder / "seconds.jsonl").open("a") as times:
         times.write(f"{seconds:.1f}\n")
@@ -146,26 +145,19 @@ def _divisor(number: int, limit: int) -> int:
     return max(size for size in range(1, max(1, limit) + 1) if number % size == 0)
 
 
-def is_finished(folder: Path, steps: int) -> bool:
-    """Whether step `steps` is done and its checkpoint is saved."""
+def is_finished(folder: Path, stage: StageSettings) -> bool:
+    """Whether the last step is done and its checkpoint is saved."""
     done = read_jsonl(folder / METRICS)[-1:]
-    return bool(done) and done[0]["step"] >= steps and (folder / CHECKPOINT).is_dir()
-
-
-def is_trained(name: str, settings: Settings, root: Path) -> bool:
-    """Whether a stage is finished."""
-    stage = settings.training.stages[name]
-    return is_finished(run_folder(root, settings.seed) / name, stage.overrides.get("max_steps", stage.steps))
+    return bool(done) and done[0]["step"] >= stage.last_step and (folder / CHECKPOINT).is_dir()
 
 
 def stage_row(folder: Path, stage: StageSettings) -> dict[str, Any] | None:
     """Steps, seconds and the trainer's evaluation after the last step; None for a stage that is not finished."""
-    steps = stage.overrides.get("max_steps", stage.steps)
-    if not is_finished(folder, steps):
+    if not is_finished(folder, stage):
         return None
     metrics = read_jsonl(folder / METRICS)
     times = folder / "seconds.jsonl"
-    row: dict[str, Any] = {"stage": folder.name, "steps": steps, "tokens per step": stage.tokens_per_step}
+    row: dict[str, Any] = {"stage": folder.name, "steps": stage.last_step, "tokens per step": stage.tokens_per_step}
     row["seconds"] = sum(map(float, times.read_text().split())) if times.exists() else None
     row["seconds per step"] = statistics.median(line["seconds"] for line in metrics)
     return row | {key: metrics[-1].get(key) for key in SHOWN}

@@ -4,8 +4,8 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
-import time
 from types import ModuleType
 
 import numpy as np
@@ -189,22 +189,25 @@ def test_two_processes_give_the_same_rows(build, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
-def test_processes_do_not_outlive_a_killed_parent(build, monkeypatch):
+def test_processes_do_not_outlive_a_killed_parent(build, monkeypatch, tmp_path):
     """They would wait for its next chunk, with all that they have in memory."""
-    monkeypatch.setattr(Tokenize, "__call__", lambda *args: time.sleep(0.2))
+
+    def work(*_):
+        (tmp_path / f"at-work-{os.getpid()}").touch()
+        signal.pause()
+
+    monkeypatch.setattr(Tokenize, "__call__", work)
     monkeypatch.setattr(data_lines, "CHUNK_BYTES", 200)
-    records = [{"text": f"text {number}"} for number in range(999)]
-    parent = multiprocessing.get_context("fork").Process(target=build, args=(records,), kwargs={"num_proc": 2})
+    records = [[{"text": f"text {number}"} for number in range(999)]]
+    parent = multiprocessing.get_context("fork").Process(target=build, args=records, kwargs={"num_proc": 2})
     parent.start()
-    while len(workers := psutil.Process(parent.pid).children()) < 2:
-        time.sleep(0.01)
-    time.sleep(0.5)  # each has asked for the signal
+    while len(list(tmp_path.glob("at-work-*"))) < 2:
+        parent.join(0.05)
+    workers = psutil.Process(parent.pid).children()
     parent.kill()
     parent.join()
-    _, alive = psutil.wait_procs(workers, timeout=5)
-    for worker in alive:
-        worker.kill()
-    assert not alive
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not [worker.kill() for worker in alive]
 
 
 NOTED = byte_tokenizer()
