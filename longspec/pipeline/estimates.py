@@ -31,9 +31,9 @@ PASS, DECODE, HALF_BATCH = 268_000.0, 42_000.0, 128
 rows has half of this speed."""
 PREFILL, MOST_PREFILL = 0.4, 65_000.0
 """Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most (of small targets on a GPU)."""
-DRAFT_S, NARROW = 4e-6, 0.7
+DRAFT_S, NARROW = 3.3e-6, 0.7
 """Seconds per token that its draft takes to train, and the part of it that the draft of a narrow target takes."""
-FILLED, CHAT_FILLED = 0.75, 0.35
+FILLED, CHAT_FILLED = 0.6, 0.35
 """Mean length of answers to prompts, and of turns of conversations, relative to the longest."""
 BANDWIDTH, CPU_BANDWIDTH, ROUND_S = 2.6e12, 1e10, 1e-3
 """Bytes/s at which weights are read for a single row, and the rest of a round in seconds."""
@@ -41,11 +41,9 @@ MULTIPROCESSORS, OLDER, CPU_SPEED = 132, 0.4, 1 / 5_000
 """Multiprocessors of an H100, the speed of one before Hopper relative to them, and that of a CPU core to an H100."""
 COMFORTABLE, TIGHT = 0.6, 0.8
 """Largest shares of a GPU's memory for the weights: if there are more GPUs to share them, and if there are not."""
-START_S, PROBE_START_S, SCORE_S = 25, 60, 4
-"""Seconds to start the processes of a step and to load the weights, for a probe also to tokenize, and to score one of
-its candidates."""
-ATTENTION = 2
-"""Time of attention in a training step, the draft's included, relative to that in `pass_seconds`."""
+START_S, PROBE_START_S, SCORE_S, SEARCH_S = 25, 40, 4, 10
+"""Seconds to start the processes of a step and to load the weights, for a probe also to tokenize, to score one of its
+candidates, and to find source files."""
 COMPOSED, FILE_TOKENS = 300_000, 4_800
 """Tokens/s of prompts that are composed, and mean tokens of a source file."""
 WARM_UP_S = 2.5
@@ -142,7 +140,7 @@ def decode_seconds(target: Target, machine: Machine, tokens: float, batch: int) 
     """Seconds of one GPU for `tokens` new tokens of batches of `batch` rows."""
     scale = REFERENCE / target.parameters
     if machine.gpus and scale > 1:
-        scale **= 0.25  # rounds of a small target cost launches, not arithmetic
+        scale **= 0.15  # rounds of a small target cost launches, not arithmetic
     speed = DECODE * machine.speed * scale
     return tokens / (speed * batch / (batch + HALF_BATCH))
 
@@ -185,7 +183,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
     text += sum(
         (task.prompts or settings.prompts.test) * sum(task.contexts) for task in settings.evaluation.tasks.values()
     )
-    seconds["prompts"] = START_S + text / COMPOSED
+    seconds["prompts"] = SEARCH_S + text / COMPOSED
 
     # Runs that follow one another share their processes if they have equally many.
     starts = START_S * len(list(groupby(run.processes for run in settings.answers.values())))
@@ -209,7 +207,7 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
         seconds["probes"] = seconds.get("probes", 0) + PROBE_START_S + drafts * SCORE_S + probe.steps * step
     for name, stage in settings.training.stages.items():
         tokens[name] = stage.steps * stage.tokens_per_step
-        work = pass_seconds(target, machine, tokens[name], ATTENTION * stage.max_length)
+        work = pass_seconds(target, machine, tokens[name], stage.max_length)
         seconds[name] = 2 * START_S + (work + draft_seconds(target, machine, tokens[name])) / devices
     seconds["evaluation"] = START_S + _evaluation_seconds(settings, target, machine)
     text += tokens[CHAT] + tokens.get("answers", 0) + settings.code.train_files * FILE_TOKENS

@@ -29,7 +29,7 @@ from longspec.train.recipe import MUON_FROM, RATES
 RECIPE = Path(__file__).with_name("recipe.yaml")
 MOST_STEPS = 16_000
 """Largest number of steps of a stage."""
-FACTORS = [2 ** (exponent / 4) for exponent in range(8, -29, -1)]
+FACTORS = [2 ** (exponent / 8) for exponent in range(16, -57, -1)]
 """Scales of the recipe that are tried, the largest first."""
 LATER_RATES = (1.0, 0.25, 0.075)
 """Learning rates of the stages, relative to the first."""
@@ -39,10 +39,11 @@ UNITS = 2**24 / 2**30 / 80
 """Tokens of a micro-batch times hidden units, per byte of the GPU's memory. A probe takes twice as many."""
 LONG_UNITS = 2**27 / 2**30 / 80
 """The same for a single long row and the memory that the weights leave."""
-PROBES, PROBE_STEPS = 8, 160
-"""Maximum number of layers to try, and steps of each. With every second layer of the upper half, the probes of
-docs/reproduce.md would have found one within 2% of the best."""
-PROBE_TIME = 0.2
+PROBES, PROBE_STEPS = 8, range(160, 801, 40)
+"""Maximum number of layers to try, and steps of each: as many as the time allows. With every second layer of the upper
+half, the probes of docs/reproduce.md would have found one within 2% of the best. In a narrow target, 160 steps do not
+tell layers apart that differ by 20% after 800."""
+PROBE_TIME = 0.125
 """Largest part of the time for probes. A shorter run goes without, and reads the layer at three fifths of the depth."""
 PROBE_SHARE, DRAFT_BYTES = 0.3, 220
 """Part of the GPU's memory for the drafts of a probe, and bytes of one of them per squared hidden unit."""
@@ -68,8 +69,7 @@ def chosen_settings(
     base = _for_target(target, machine, contexts, text, own)
     base.hours, base.contexts = hours, min(contexts, target.positions)
     base = evaluation_of(draft, base) if draft else base
-    if estimate(base, target, machine).seconds.get("probes", 0) > PROBE_TIME * 3600 * hours:
-        base.probes = {}
+    base.probes = _fitting_probes(base, target, machine, PROBE_TIME * 3600 * hours)
 
     def seconds_saved(factor: float) -> float:
         return -estimate(_scaled(base, factor), target, machine).total
@@ -190,7 +190,16 @@ def _layers(target: Target, machine: Machine) -> ProbeSettings:
     candidates: dict[str, dict[str, Any]] = {"last-only": {"model.kv_layers": []}}
     candidates |= {f"layer-{layer}": {"model.kv_layers": [layer]} for layer in reversed(layers)}
     rows = min(16, max(1, int(2 * UNITS * machine.memory / target.config.hidden_size / ROW))) if machine.gpus else 4
-    return ProbeSettings(candidates, PROBE_STEPS, [64, 12], {"per_device_train_batch_size": rows}, True)
+    return ProbeSettings(candidates, PROBE_STEPS[0], [64, 12], {"per_device_train_batch_size": rows}, True)
+
+
+def _fitting_probes(base: Settings, target: Target, machine: Machine, most: float) -> dict[str, ProbeSettings]:
+    """The probes with as many steps as take at most `most` seconds; none if the fewest take longer."""
+    for steps in reversed(PROBE_STEPS):
+        probes = {name: replace(probe, steps=steps) for name, probe in base.probes.items()}
+        if estimate(replace(base, probes=probes), target, machine).seconds.get("probes", 0) <= most:
+            return probes
+    return {}
 
 
 def _fit_evaluation(recipe: Settings, last: int) -> None:
