@@ -46,7 +46,9 @@ SEED = 0
 def main() -> None:
     options = parse_options()
     prompts = read_prompts(options.prompts)
-    pair = open_pair(PairOptions(options.model, options.draft, dtype=options.dtype), AUTO)
+    file: Path | None = options.rows
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    measured = {(row["temperature"], row["context"], row["batch"]) for row in rows}
     cells = [
         (temperature, context, batch)
         for temperature in options.temperatures
@@ -54,17 +56,22 @@ def main() -> None:
         for batch in options.batches
         if batch * max(map(len, prompts[context])) <= options.most_tokens
     ]
-    rows = []
-    for temperature, context, batch in tqdm(cells, unit="cell"):
-        chosen = list(islice(cycle(prompts[context]), batch * options.repeats))
-        speeds = cell_speeds(pair, chosen, batch, options.tokens, temperature)
-        rows.append({"temperature": temperature, "context": context, "batch": batch} | speeds)
-        tqdm.write(json.dumps(rows[-1]))
+    if missing := [cell for cell in cells if cell not in measured]:
+        pair = open_pair(PairOptions(options.model, options.draft, dtype=options.dtype), AUTO)
+        device = device_name(pair.model.device)
+        for temperature, context, batch in tqdm(missing, unit="cell"):
+            chosen = list(islice(cycle(prompts[context]), batch * options.repeats))
+            speeds = cell_speeds(pair, chosen, batch, options.tokens, temperature)
+            cell = {"device": device, "temperature": temperature, "context": context, "batch": batch}
+            rows.append(cell | speeds)
+            tqdm.write(json.dumps(rows[-1]))
+            if file:
+                with file.open("a") as lines:
+                    print(json.dumps(rows[-1]), file=lines)
     print(table([row | row["tokens_per_s"] for row in rows], COLUMNS))
-    device = device_name(pair.model.device)
     if options.picture:
-        draw_map(rows, options.picture, f"{options.model}, {device}")
-    print_result("auto_map", options, rows=rows, device=device)
+        draw_map(rows, options.picture, f"{options.model}, {rows[0]['device']}")
+    print_result("auto_map", options, rows=rows)
 
 
 def cell_speeds(
@@ -105,6 +112,7 @@ def parse_options() -> argparse.Namespace:
     add("--tokens", type=int, default=128, help="new tokens per answer")
     add("--repeats", type=int, default=2, help="batches per cell")
     add("--most_tokens", type=int, default=300_000, help="cells with more prompt tokens are left out")
+    add("--rows", type=Path, help="JSONL file to append each cell to; those that it holds are not measured again")
     add("--picture", type=Path, help="PNG to write")
     return parser.parse_args()
 
