@@ -13,11 +13,12 @@ with extra("demo"):
     from longspec.pipeline.answers import write_share
     from longspec.pipeline.evaluation import measure
     from longspec.pipeline.files import settings_file
+    from longspec.pipeline.induction import measure_layers
     from longspec.pipeline.probes import run_probes
     from longspec.pipeline.settings import load_settings
     from longspec.ranks.replicas import joined_replicas
 
-WORK = {work.__name__: work for work in (write_share, run_probes, measure)}
+WORK = {work.__name__: work for work in (write_share, measure_layers, run_probes, measure)}
 
 
 @reports_user_errors

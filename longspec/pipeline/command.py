@@ -31,8 +31,8 @@ def _parser(prog: str) -> Parser:
         EXAMPLES,
         prog=prog,
         usage="%(prog)s TARGET [options] [key=value ...]",
-        description="Train a draft for a target and measure it: the target writes its text, short probes choose the\n"
-        "layer that the draft reads, three stages train it, and every method decodes held-out prompts.\n"
+        description="Train a draft for a target and measure it: the target writes its text, its induction heads\n"
+        "choose the layer that the draft reads, three stages train it, and every method decodes held-out prompts.\n"
         "The same command continues after it was stopped, also on another number of GPUs.",
     )
     add = parser.add_argument

@@ -198,6 +198,8 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
             work += max(pass_seconds(target, machine, read, mean) / PREFILL, least)
         tokens["answers"] = tokens.get("answers", 0) + new
         seconds["answers"] = seconds.get("answers", starts) + work / devices
+    if settings.training.choose_layer:
+        seconds["layer"] = START_S
     for probe in settings.probes.values():
         first = next(iter(settings.training.stages.values()))
         rows = int(probe.shared.get("per_device_train_batch_size", first.tokens_per_step // first.max_length))

@@ -15,6 +15,7 @@ from longspec.cli.picture import COLORS
 from longspec.errors import UserError
 from longspec.pipeline.cells import read_samples
 from longspec.pipeline.evaluation import FACTS, evaluation_folder
+from longspec.pipeline.induction import layer_file, layer_table
 from longspec.pipeline.probes import probe_file, probe_table, read_scores
 from longspec.pipeline.samples import Figure, Samples, context_name, markdown, rate, speed_ratio
 from longspec.pipeline.settings import Settings
@@ -68,6 +69,9 @@ def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
             by_method(samples),
         ),
     }
+    if settings.training.choose_layer and layer_file(root).exists():
+        introduction = "Strongest induction head of each layer of the target: attention to what followed, 0 to 1."
+        tables["Layers"] = introduction, layer_table(root)
     for name in settings.probes:
         if probe_file(root, name).exists():
             introduction = "Fresh drafts after a few steps: tokens per round of a chain, on held-out answers."

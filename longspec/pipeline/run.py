@@ -20,6 +20,7 @@ from longspec.pipeline.answers import CHAT, text_is_written, write_text
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate, evaluation_folder, missing_samples
 from longspec.pipeline.files import OtherSettings, read_jsonl, settings_file
+from longspec.pipeline.induction import layer_file, write_layer
 from longspec.pipeline.probes import probe_file, write_probes
 from longspec.pipeline.prompts import prompts_are_written, write_prompts
 from longspec.pipeline.published import write_draft
@@ -136,6 +137,8 @@ def steps_of(settings: Settings, root: Path) -> Steps:
     }
     if settings.answers:
         steps["answers"] = partial(write_text, list(settings.answers), settings, root)
+    if settings.training.choose_layer:
+        steps["layer"] = partial(write_layer, settings, root)
     if settings.probes:
         steps["probes"] = partial(write_probes, settings, root)
     steps |= {name: partial(train, name, settings, root) for name in settings.training.stages}
@@ -170,6 +173,7 @@ def finished(settings: Settings, root: Path) -> Done:
         CHAT: text_is_written([CHAT], settings, root),
         "prompts": has_prompts,
         "answers": has_prompts and text_is_written(list(settings.answers), settings, root),
+        "layer": layer_file(root).exists(),
         "probes": all(probe_file(root, name).exists() for name in settings.probes),
         **{name: is_finished(run / name, stage) for name, stage in settings.training.stages.items()},
         "evaluation": has_prompts and evaluation_folder(root).exists() and not missing,

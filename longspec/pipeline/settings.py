@@ -115,6 +115,9 @@ class TrainingSettings:
     architecture: str = GLIDE
     """Architecture of the draft (see docs/own-draft.md). Probes choose layers of GLIDE, and others go without."""
     architecture_options: dict[str, Any] = field(default_factory=dict)
+    choose_layer: bool = False
+    """Whether stage 1 reads the target layer with the strongest induction heads, unless a probe or the stage's
+    overrides say which (see `induction`)."""
 
 
 @dataclass
@@ -235,7 +238,7 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         raise UserError(f"{where}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
     check_settings(settings)
     if settings.training.architecture != GLIDE:
-        settings.probes = {}
+        settings.probes, settings.training.choose_layer = {}, False
     return settings
 
 

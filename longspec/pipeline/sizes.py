@@ -1,6 +1,5 @@
 """The settings of `longspec draft` for a target, a machine and a number of hours: recipe.yaml, scaled."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from longspec.pipeline.settings import (
     AnswerSettings,
     ChatSettings,
     MethodSettings,
-    ProbeSettings,
     Settings,
     StageSettings,
     TaskSettings,
@@ -36,17 +34,9 @@ LATER_RATES = (1.0, 0.25, 0.075)
 ROW, FIRST_ROWS, LONG_STEP = 1024, 16, 65_536
 """Tokens of a row and rows of a step in stage 1, and tokens of a step in the later stages."""
 UNITS = 2**24 / 2**30 / 80
-"""Tokens of a micro-batch times hidden units, per byte of the GPU's memory. A probe takes twice as many."""
+"""Tokens of a micro-batch times hidden units, per byte of the GPU's memory."""
 LONG_UNITS = 2**27 / 2**30 / 80
 """The same for a single long row and the memory that the weights leave."""
-PROBES, PROBE_STEPS = 8, range(160, 801, 40)
-"""Maximum number of layers to try, and steps of each: as many as the time allows. With every second layer of the upper
-half, the probes of docs/reproduce.md would have found one within 2% of the best. In a narrow target, 160 steps do not
-tell layers apart that differ by 20% after 800."""
-PROBE_TIME = 0.125
-"""Largest part of the time for probes. A shorter run goes without, and reads the layer at three fifths of the depth."""
-PROBE_SHARE, DRAFT_BYTES = 0.3, 220
-"""Part of the GPU's memory for the drafts of a probe, and bytes of one of them per squared hidden unit."""
 MARGIN = 556
 """Tokens of a long row that a prompt leaves to its answer."""
 MOST_OWN = 20_000
@@ -69,7 +59,6 @@ def chosen_settings(
     base = _for_target(target, machine, contexts, text, own)
     base.hours, base.contexts = hours, min(contexts, target.positions)
     base = evaluation_of(draft, base) if draft else base
-    base.probes = _fitting_probes(base, target, machine, PROBE_TIME * 3600 * hours)
 
     def seconds_saved(factor: float) -> float:
         return -estimate(_scaled(base, factor), target, machine).total
@@ -137,8 +126,8 @@ def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[
             run.processes = 2 if 2 * (target.bytes + batch) < TIGHT * machine.memory else 1
     for number, stage in enumerate(recipe.training.stages.values()):
         _fit_stage(stage, number, target, machine, longest if number else min(ROW, longest))
-    if tp_size == 1 and target.config.num_hidden_layers > 3:
-        recipe.probes = {"layers": _layers(target, machine)}
+    # A target that is shared by GPUs is read at three fifths of its depth, as the trainer's recipe says.
+    recipe.training.choose_layer = tp_size == 1 and target.config.num_hidden_layers > 2
     _fit_evaluation(recipe, last)
     if own:
         recipe.prompts.train[OWN], recipe.prompts.validation[OWN] = min(own, MOST_OWN), 32
@@ -179,27 +168,6 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
     if not machine.gpus:
         values |= {"data.num_proc": 1, "data.num_workers": 0}
     stage.overrides |= values
-
-
-def _layers(target: Target, machine: Machine) -> ProbeSettings:
-    """Which layer the draft reads besides the last one: none, or one of the upper half, thinned out."""
-    first, last = target.config.num_hidden_layers // 2, target.config.num_hidden_layers - 2
-    fitting = int(PROBE_SHARE * machine.memory / (DRAFT_BYTES * target.config.hidden_size**2))
-    most = max(3, min(PROBES, fitting)) if machine.gpus else PROBES
-    layers = range(last, first - 1, -math.ceil((last - first + 1) / most))
-    candidates: dict[str, dict[str, Any]] = {"last-only": {"model.kv_layers": []}}
-    candidates |= {f"layer-{layer}": {"model.kv_layers": [layer]} for layer in reversed(layers)}
-    rows = min(16, max(1, int(2 * UNITS * machine.memory / target.config.hidden_size / ROW))) if machine.gpus else 4
-    return ProbeSettings(candidates, PROBE_STEPS[0], [64, 12], {"per_device_train_batch_size": rows}, True)
-
-
-def _fitting_probes(base: Settings, target: Target, machine: Machine, most: float) -> dict[str, ProbeSettings]:
-    """The probes with as many steps as take at most `most` seconds; none if the fewest take longer."""
-    for steps in reversed(PROBE_STEPS):
-        probes = {name: replace(probe, steps=steps) for name, probe in base.probes.items()}
-        if estimate(replace(base, probes=probes), target, machine).seconds.get("probes", 0) <= most:
-            return probes
-    return {}
 
 
 def _fit_evaluation(recipe: Settings, last: int) -> None:

@@ -15,6 +15,7 @@ from longspec.cli.train import CONFIGS, ROOT, TRAINER
 from longspec.errors import UserError
 from longspec.models.draft_layer import GLIDE
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
+from longspec.pipeline.induction import chosen_layer
 from longspec.pipeline.probes import adopted
 from longspec.pipeline.processes import METRICS, hydra_overrides, launch, launch_line
 from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
@@ -34,8 +35,9 @@ def train(name: str, settings: Settings, root: Path) -> None:
     folder = run_folder(root, settings.seed) / name
     draft = None
     if name == stages[0]:
+        layer = chosen_layer(root) if settings.training.choose_layer else {}
         chosen = adopted(settings, root) | _architecture(settings.training)
-        stage = replace(stage, overrides=stage.overrides | chosen)
+        stage = replace(stage, overrides=layer | stage.overrides | chosen)
     else:
         draft = str((folder.parent / stages[stages.index(name) - 1] / CHECKPOINT).absolute())
     ranks, micro_batch, accumulation = batches(name, stage)

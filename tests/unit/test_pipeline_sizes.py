@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pipeline_fixtures import make_chat_target
 from training_fixtures import make_target
 from transformers import Qwen2Config
 
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
+from longspec.inference.load_pair import load_pair
 from longspec.pipeline import command, evaluation, run
 from longspec.pipeline.cells import cells, prompt_digest
 from longspec.pipeline.estimates import FILE_TOKENS, Estimate, Machine, Target, estimate
 from longspec.pipeline.files import answers_file, prompts_file
+from longspec.pipeline.induction import best_layer, layer_scores, prefix_matching
 from longspec.pipeline.processes import hydra_overrides
 from longspec.pipeline.settings import load_settings, settings_yaml
 from longspec.pipeline.sizes import chosen_settings
@@ -61,7 +64,7 @@ def test_the_plan_fills_the_hours_and_is_a_valid_file(size: str, gpus: int, hour
 
 def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
     settings = chosen_settings(TARGETS["32b"], replace(H100, gpus=4), 2, 32768)
-    assert settings.tp_size == 2 and not settings.probes
+    assert settings.tp_size == 2 and not settings.training.choose_layer
     for stage in settings.training.stages.values():
         config = compose_config(ROOT / CONFIGS, stage.config, hydra_overrides(stage.overrides))
         assert config.deepspeed.zero_optimization.stage == 3
@@ -78,15 +81,15 @@ def test_the_trainer_reads_the_values_that_a_stage_states() -> None:
     assert config.data.files == texts and config.adam_betas == [0.5, 1e-7]
 
 
-def test_probes_try_every_second_layer_of_the_upper_half() -> None:
-    """In docs/reproduce.md, layers 22 and 24 of 28 are within 2% of the best one, and 20, 21 and 25 are not."""
+def test_stage_1_reads_the_layer_with_the_strongest_induction_heads() -> None:
+    """In SmolLM2-135M, it is the one that helps a draft most (docs/reproduce.md)."""
     settings = chosen_settings(QWEN, H100, 0.5, 32768)
-    (probe,) = settings.probes.values()
-    assert probe.adopt and next(iter(probe.candidates)) == "last-only" and 160 < probe.steps < 800, "by time"
-    layers = [changes["model.kv_layers"] for changes in probe.candidates.values()]
-    assert layers[1:] == [[layer] for layer in range(14, 27, 2)]
-    (wide,) = chosen_settings(TARGETS["8b"], H100, 2, 32768).probes.values()
-    assert 4 < len(wide.candidates) < len(probe.candidates), "the drafts of a wide target fill the memory"
+    assert settings.training.choose_layer and "layer" in estimate(settings, QWEN, H100).seconds
+    assert best_layer(layer_scores(load_pair("smollm2-135m", device="cpu")[0].model, seed=0)) == 18
+    attention = torch.zeros(1, 2, 8, 8)
+    attention[0, 1, range(4, 8), range(1, 5)] = 0.5  # from a token to what followed it before
+    assert prefix_matching(attention) == 0.5
+    assert best_layer([1.0, 0.1, 0.9, 0.8, 0.1, 1.0]) == 3, "the last good one, but not the target's last layer"
 
 
 def test_stage_1_reads_about_as_many_tokens_of_source_files_as_of_the_targets_own_text() -> None:
