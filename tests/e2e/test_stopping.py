@@ -210,7 +210,7 @@ def test_a_run_that_is_killed_in_each_step_continues_and_repeats_nothing(tmp_pat
         before = after
     printed = completed(command(target, root, f"benchmarks={texts}"))
     assert before.items() <= finished(root).items()
-    assert len(re.findall(r"^step \d of 8: \w+, done", printed, re.MULTILINE)) == 7, "all but the evaluation"
+    assert len(re.findall(r"^step \d of 9: \w+, done", printed, re.MULTILINE)) == 8, "all but the evaluation"
 
     starts = re.findall(r"steps (\d+) … 200", (root / "training/recipe-0/stage1/log.txt").read_text())
     assert starts[0] == "1" and int(starts[-1]) > 1, "stage 1 resumed from a checkpoint"
