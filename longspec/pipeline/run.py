@@ -26,7 +26,7 @@ from longspec.pipeline.published import write_draft
 from longspec.pipeline.report import measured, write_page
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
-from longspec.pipeline.sizes import chosen_settings, evaluation_of
+from longspec.pipeline.sizes import ROW, chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import check_trainer, is_finished, run_folder, train
 from longspec.replacing import write_atomically
@@ -46,9 +46,10 @@ Steps = dict[str, Callable[[], object]]
 
 def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
-    for name in ("hours", "contexts"):
-        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} {value}: must be a positive number")
+    if options.hours is not None and not 0 < options.hours < math.inf:
+        raise UserError(f"--hours {options.hours}: must be a positive number")
+    if options.contexts is not None and options.contexts < ROW:
+        raise UserError(f"--contexts {options.contexts}: must be at least {ROW}, the tokens of a row of stage 1")
     options.target = _absolute(options.target)
     options.evaluate = options.evaluate and _absolute(options.evaluate)
     text = TargetText.load(options.target)

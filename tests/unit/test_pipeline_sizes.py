@@ -175,9 +175,9 @@ def test_another_plans_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ("probes.layers.candidates.x={model.kv_layers: [99]}", "candidates.x.model.kv_layers: the draft's"),
         ("--text=/nope.jsonl", "no data file at '/nope.jsonl'"),
         ("--hours=nan", "error: --hours nan: must be a positive number"),
-        ("--contexts=-5", "error: --contexts -5: must be a positive number"),
+        ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
         ("--hours=2", "--hours: not with --config, which has all sizes; change them there or by key=value"),
-        ("--contexts=64", "--contexts: not with --config"),
+        ("--contexts=1024", "--contexts: not with --config"),
         ("--evaluate=target", "/target: holds a target, and no draft; give the .pth file, folder or hub id of a draft"),
     ],
 )
