@@ -13,6 +13,7 @@ from pathlib import Path
 from longspec.data.prompts import PromptFiles, user_turn_marks
 from longspec.errors import UserError
 from longspec.inference.pairs import PAIRS
+from longspec.inference.registry import own_draft
 from longspec.locks import locked
 from longspec.models.draft_files import check_draft
 from longspec.models.families import family_class
@@ -51,7 +52,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
     if options.contexts is not None and options.contexts < ROW:
         raise UserError(f"--contexts {options.contexts}: must be at least {ROW}, the tokens of a row of stage 1")
     options.target = _absolute(options.target)
-    options.evaluate = options.evaluate and _absolute(options.evaluate)
+    options.evaluate = options.evaluate and (own_draft(options.evaluate) or _absolute(options.evaluate))
     text = TargetText.load(options.target)
     target, machine = Target.read(options.target, text.path), Machine.here()
     root = Path(options.output_dir or _default_folder(options))

@@ -178,6 +178,7 @@ def test_another_plans_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
         ("--hours=2", "--hours: not with --config, which has all sizes; change them there or by key=value"),
         ("--contexts=1024", "--contexts: not with --config"),
+        ("--evaluate=smollm2-135m", "/drafts/smollm2-135m-instruct/config.json: a draft for a target with"),
         ("--evaluate=target", "/target: holds a target, and no draft; give the .pth file, folder or hub id of a draft"),
     ],
 )
