@@ -145,8 +145,9 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 
 
 def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
-    """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
-    spent = expected = 0.0
+    """Run the steps. The time left is estimated, and corrected by the speed of the steps that are done."""
+    known = {one["step"]: one for one in read_jsonl(root / TIMES) if one["step"] in done and one["seconds"] > DONE_S}
+    spent, expected = (sum(one[name] for one in known.values()) for name in ("seconds", "estimate"))
     names = list(steps)
     for number, (name, step) in enumerate(steps.items()):
         pace = spent / expected if expected else 1.0
@@ -165,7 +166,9 @@ def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
 
 
 def finished(settings: Settings, root: Path) -> Done:
-    """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings."""
+    """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings, and
+    another UserError for steps that followed from a stage that is missing."""
+    _check_order(settings, root)
     has_prompts, missing = prompts_are_written(settings, root), missing_samples(settings, root)
     run = run_folder(root, settings.seed)
     complete = {
@@ -179,6 +182,17 @@ def finished(settings: Settings, root: Path) -> Done:
     seconds = {line["step"]: line["seconds"] for line in read_jsonl(root / TIMES)}
     took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
     return {name: f"done in {time:,.0f} s" if time > DONE_S else "done" for name, time in took.items()}
+
+
+def _check_order(settings: Settings, root: Path) -> None:
+    """Raise UserError if a stage has no folder, but a later one or the evaluation, which follow from its draft, has."""
+    folders = [run_folder(root, settings.seed) / name for name in settings.training.stages]
+    if folders and settings.evaluation.draft is None:
+        folders.append(evaluation_folder(root))
+    missing = next((number for number, folder in enumerate(folders) if not folder.exists()), len(folders))
+    if later := [str(folder) for folder in folders[missing:] if folder.exists()]:
+        problem = f"is missing, but {', '.join(later)} followed from its draft"
+        raise UserError(f"{folders[missing]}: {problem}; remove what followed, too, and all of these steps run again")
 
 
 def duration(seconds: float) -> str:

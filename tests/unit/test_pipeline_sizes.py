@@ -70,14 +70,6 @@ def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
         chosen_settings(TARGETS["32b"], replace(H100, memory=40 * GIB), 2, 32768)
 
 
-def test_the_trainer_reads_the_values_that_a_stage_states() -> None:
-    texts = ['a "b"\n{prompt}', "it's", "C:\\n", "end\\"]
-    values = {"data.templates": dict(zip("abcd", texts, strict=True)), "data.files": texts, "adam_betas": [0.5, 1e-7]}
-    config = compose_config(ROOT / CONFIGS, "tiny_glide_stage1_sinkpi-slicing", hydra_overrides(values))
-    assert config.data.templates == values["data.templates"]
-    assert config.data.files == texts and config.adam_betas == [0.5, 1e-7]
-
-
 def test_probes_try_every_second_layer_of_the_upper_half() -> None:
     """In docs/reproduce.md, layers 22 and 24 of 28 are within 2% of the best one, and 20, 21 and 25 are not."""
     settings = chosen_settings(QWEN, H100, 0.5, 32768)
@@ -139,8 +131,8 @@ def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, refusal:
         assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_prints_a_file_for_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With absolute paths, because the trainer runs in another folder."""
     folder = make_chat_target(tmp_path / "target")
@@ -152,12 +144,6 @@ def test_a_dry_run_prints_a_file_for_config(
     settings = load_settings(file)
     assert (settings.seed, settings.hours, settings.target) == (7, 0.5, str(folder))
     assert file.read_text().startswith(f"# target: {folder}, llama, ")
-
-
-def test_another_plans_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal) -> None:
-    folder = make_chat_target(tmp_path / "target")
-    command.main([str(folder), "--dry_run"])
-    (tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
     error = refusal(command.main, [str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in error
     # More contexts than the target has positions are the same plan.
@@ -234,9 +220,13 @@ def test_steps_whose_files_are_complete_are_shown_as_done(tmp_path: Path, capsys
     files = [answers_file(tmp_path, "chat", split) for split in SPLITS]
     for file in files:
         write_atomically(file, "", make_folder=True)
-    for chat, left in (("done in 10 s", "about 20 s left in all"), ("about 60 s", "about 80 s left in all")):
+    for chat, left in (("done in 10 s", "about 3 s left in all"), ("about 60 s", "about 80 s left in all")):
         done = run.finished(settings, tmp_path)
         assert f"  chat: {chat}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path, done)
         run.run_steps(dict.fromkeys(planned.seconds, lambda: None), tmp_path, planned, done)
         assert f"step 1 of 2: chat, {chat}; {left}\n" in capsys.readouterr().out
         files[1].unlink(missing_ok=True)
+    folder = run.run_folder(tmp_path, 0)
+    (folder / "stage2").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"^{folder}/stage1: is missing, but {folder}/stage2 followed from its draft"):
+        run.finished(settings, tmp_path)
