@@ -1,7 +1,7 @@
 """Options that several commands share, with their help texts, limits and groups. Does not import torch."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
@@ -90,10 +90,13 @@ class DraftingOptions:
     lookup_branches: bool = option(False, "Add continuations that the context already holds.", DRAFTING)
     gamma: int = option(4, "Length of the chain (seq, magicdec, lookup).", DRAFTING, min=1)
 
-    def arguments(self) -> dict[str, Any]:
-        """As arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape."""
+    def arguments(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
+        """As arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape, and for a shape
+        of one level if a prompt is a number: it is the next level."""
         options = {name: value for name, value in vars(self).items() if name != "tree_shape"}
         if self.tree_shape is not None:
+            if self.tree_shape.isdecimal() and (numbers := [prompt for prompt in prompts if prompt.isdecimal()]):
+                raise UserError(f"--tree_shape {self.tree_shape}, prompt {numbers[0]}: write the levels as in 4,16,16")
             options["tree_shape"] = parse_shape(self.tree_shape)
         return options
 

@@ -16,6 +16,8 @@ from longspec.errors import UserError, os_errors
 
 TEXT = (".txt",)
 """Suffixes of text files, in any case."""
+UNREAD = (".csv", ".tsv", ".parquet", ".arrow", ".yaml", ".yml", ".md", ".gz", ".zst", ".xz", ".bz2", ".zip")
+"""Suffixes of data files that are not read."""
 STDIN = "-"
 
 
@@ -58,12 +60,14 @@ def read_prompts(sources: Sequence[str]) -> list[Prompt]:
 
 def _read(source: str, number: int) -> Iterator[Prompt]:
     """The prompts of one source; `number` counts the sources from 1."""
-    suffix = Path(source).suffix.lower() if "\n" not in source else ""
+    suffix = Path(source).suffix.lower()
     exists = os.path.exists(source)  # unlike pathlib, does not raise for a prompt that cannot be a name
     if source == STDIN:
         yield from _text_prompts(("stdin", line, raw) for line, raw in enumerate(sys.stdin.buffer, 1))
     # A name without spaces counts as a file even if the file is missing, so that a misspelled name is an error.
-    elif suffix in (*TEXT, *JSONL) and (exists or " " not in source):
+    elif not exists and suffix in (*TEXT, *JSONL, *UNREAD) and len(source.split()) == 1:
+        raise UserError(f"{source}: no such file; if the text itself is the prompt, give it on stdin")
+    elif exists and suffix in (*TEXT, *JSONL):
         with os_errors(f"{source}: cannot be read"):
             yield from _text_prompts(text_lines(source)) if suffix in TEXT else read_records(source, _prompt)
     elif exists:

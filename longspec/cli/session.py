@@ -118,9 +118,14 @@ class Session:
                     stats = self.conversation.answer(request, stream.take)
                 finally:
                     stream.end()
-            self.answered.append(stats)
-            self.console.print(f"[dim]{describe([stats])}[/]")
-        except KeyboardInterrupt:
+            if stream.stopped:
+                self.console.print("[dim](stopped)[/]")
+            elif len(stream.ids) == sampling.max_new_tokens and stream.ids[-1] not in request.stop_ids:
+                self.console.print(f"[dim](cut at {len(stream.ids)} tokens)[/]")
+            if stream.ids:
+                self.answered.append(stats)
+                self.console.print(f"[dim]{describe([stats])}[/]")
+        except KeyboardInterrupt:  # a second Ctrl-C
             self.console.print("[dim](stopped)[/]")
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.
         if stream.text:

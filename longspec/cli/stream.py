@@ -26,16 +26,19 @@ class AnswerStream:
         self.console = console
         self.text = ""
         """The part of the answer that is generated so far."""
+        self.ids: list[int] = []
+        """Its tokens, the one that ends it included."""
         self.stopped = False
         self._pieces = Detokenizer(tokenizer)
 
-    def take(self, number: int, event: Tokens) -> None:
-        """Take new tokens (see `Listener`). Raises KeyboardInterrupt after a SIGINT."""
-        for token, origin in zip(event.ids, event.origins, strict=True):
-            # Raised here and not in the handler, so that generation ends between two tokens.
+    def take(self, number: int, event: Tokens) -> int | None:
+        """Take new tokens (see `Listener`). After a SIGINT, the answer ends before the next one."""
+        for count, (token, origin) in enumerate(zip(event.ids, event.origins, strict=True)):
             if self.stopped:
-                raise KeyboardInterrupt
+                return count
+            self.ids.append(token)
             self._print(self._pieces.add(token), origin)
+        return None
 
     def end(self) -> None:
         """Print what is left of the answer."""
@@ -48,7 +51,7 @@ class AnswerStream:
             self.console.print(Text(printable(piece), STYLES[origin]), end="", soft_wrap=True)
 
     def note_sigint(self, number: int, frame: FrameType | None) -> None:
-        """A handler of SIGINT: the first one ends the answer after its next token, and a second one immediately."""
+        """A handler of SIGINT: the first one ends the answer before its next token, and a second one immediately."""
         if self.stopped:
             raise KeyboardInterrupt
         self.stopped = True

@@ -24,10 +24,7 @@ def choose_pair(name: str | None, draft: str | None = None) -> Pair:
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
     if name is None or name in PAIRS:
         pair = PAIRS[name or SMOLLM2]
-        if pair.name in EMBEDDED_DRAFTS:
-            folder = DRAFTS / EMBEDDED_DRAFTS[pair.name]
-            pair = replace(pair, target=resolve_target(pair.name), draft=str(folder) if folder.is_dir() else None)
-        return pair if draft is None else replace(pair, draft=draft)
+        return replace(pair, target=resolve_target(pair.target), draft=draft or own_draft(pair.name))
 
     if draft is None and os.path.isfile(Path(name, DRAFT_FOLDER, "config.json")):
         draft = name  # a folder that a pair's save_pretrained wrote
@@ -36,6 +33,14 @@ def choose_pair(name: str | None, draft: str | None = None) -> Pair:
         if published.target == name:
             return replace(published, name=short, draft=draft)
     return Pair(short, resolve_target(name), draft)
+
+
+def own_draft(name: str) -> str | None:
+    """The draft of the pair of this name; None for another name, and for an embedded draft that is not installed."""
+    if name in EMBEDDED_DRAFTS:
+        folder = DRAFTS / EMBEDDED_DRAFTS[name]
+        return str(folder) if folder.is_dir() else None
+    return PAIRS[name].draft if name in PAIRS else None
 
 
 def draft_in_use(pair: Pair, method: str, given: str | None) -> str | None:

@@ -68,7 +68,7 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("pair").add_argument
     add("--model_name", choices=PAIRS, help=f"pair of target and draft, by name; default: {SMOLLM2}")
     add("--target", help="name, folder, hub id or .gguf file of any target")
-    add("--draft", help="draft of the target: .pth file, folder or hub id (for seq and tree)")
+    add("--draft", help="draft of the target: .pth file, folder or hub id; default: that of a pair with a name")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

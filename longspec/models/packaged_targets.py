@@ -74,13 +74,15 @@ def check_reachable(hub_id: str, revision: str | None = None) -> None:
     transformers would repeat its request for half a minute.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         if try_to_load_from_cache(hub_id, "config.json", revision=revision) is None:
             HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT)
-    except (OSError, ValueError):
-        return  # no hub id, an answer of the hub, or offline mode, which transformers explains
     except Exception as error:  # the HTTP client's errors have no base class that all versions share
+        is_down = isinstance(error, HfHubHTTPError) and error.response.status_code >= 500  # or a proxy answers for it
+        if isinstance(error, OSError | ValueError) and not is_down:
+            return  # no hub id, an answer of the hub, or offline mode, which transformers explains
         reason = f"{type(error).__name__}: {first_line(error)}"
         advice = f"check the network, or give a target's folder, or one of {', '.join(PACKAGED)}"
         raise UserError(f"{hub_id}: no such folder, and the hub cannot be reached ({reason}); {advice}") from error

@@ -40,10 +40,10 @@ def _parser(prog: str) -> Parser:
     add("overrides", nargs="*", default=[], metavar="key=value", help="values that replace those of the settings")
     add("--output_dir", help="default: outputs/NAME")
     add("--hours", type=float, help="time to fill, default: 0.5 (0.1 with --evaluate)")
-    add("--contexts", type=int, help="longest context of training and evaluation, in tokens, default: 32768")
+    add("--contexts", type=int, help="longest context of training and evaluation, in tokens, from 1024, default: 32768")
     add("--text", nargs="+", default=(), metavar="FILE", help="JSONL with prompts like those that you will use")
     add("--config", metavar="FILE", help="settings, in place of those for --hours")
-    add("--evaluate", metavar="DRAFT", help="measure this draft, a file, folder or hub id, and train nothing")
+    add("--evaluate", metavar="DRAFT", help="measure this draft, file, folder, hub id or a pair's name; train nothing")
     add("--dry_run", action="store_true", help="print the plan and the settings, a file for --config, and stop")
     add("--yes", action="store_true", help="start without asking")
     return parser

@@ -13,6 +13,7 @@ from pathlib import Path
 from longspec.data.prompts import PromptFiles, user_turn_marks
 from longspec.errors import UserError
 from longspec.inference.pairs import PAIRS
+from longspec.inference.registry import own_draft
 from longspec.locks import locked
 from longspec.models.draft_files import check_draft
 from longspec.models.families import family_class
@@ -27,7 +28,7 @@ from longspec.pipeline.published import write_draft
 from longspec.pipeline.report import measured, write_page
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
-from longspec.pipeline.sizes import chosen_settings, evaluation_of
+from longspec.pipeline.sizes import ROW, chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import check_trainer, is_finished, run_folder, train
 from longspec.replacing import write_atomically
@@ -47,11 +48,12 @@ Steps = dict[str, Callable[[], object]]
 
 def draft(options: argparse.Namespace, command: str) -> None:
     """Run the command with its parsed options. command: shown in the report. Raises UserError."""
-    for name in ("hours", "contexts"):
-        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} {value}: must be a positive number")
+    if options.hours is not None and not 0 < options.hours < math.inf:
+        raise UserError(f"--hours {options.hours}: must be a positive number")
+    if options.contexts is not None and options.contexts < ROW:
+        raise UserError(f"--contexts {options.contexts}: must be at least {ROW}, the tokens of a row of stage 1")
     options.target = _absolute(options.target)
-    options.evaluate = options.evaluate and _absolute(options.evaluate)
+    options.evaluate = options.evaluate and (own_draft(options.evaluate) or _absolute(options.evaluate))
     text = TargetText.load(options.target)
     target, machine = Target.read(options.target, text.path), Machine.here()
     root = Path(options.output_dir or _default_folder(options))
@@ -146,8 +148,9 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 
 
 def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
-    """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
-    spent = expected = 0.0
+    """Run the steps. The time left is estimated, and corrected by the speed of the steps that are done."""
+    known = {one["step"]: one for one in read_jsonl(root / TIMES) if one["step"] in done and one["seconds"] > DONE_S}
+    spent, expected = (sum(one[name] for one in known.values()) for name in ("seconds", "estimate"))
     names = list(steps)
     for number, (name, step) in enumerate(steps.items()):
         pace = spent / expected if expected else 1.0
@@ -166,7 +169,9 @@ def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
 
 
 def finished(settings: Settings, root: Path) -> Done:
-    """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings."""
+    """The steps whose files are complete, with their seconds. Raises OtherSettings for samples of other settings, and
+    another UserError for steps that followed from a stage that is missing."""
+    _check_order(settings, root)
     has_prompts, missing = prompts_are_written(settings, root), missing_samples(settings, root)
     run = run_folder(root, settings.seed)
     complete = {
@@ -181,6 +186,17 @@ def finished(settings: Settings, root: Path) -> Done:
     seconds = {line["step"]: line["seconds"] for line in read_jsonl(root / TIMES)}
     took = {name: seconds.get(name, 0) for name in steps_of(settings, root) if complete[name]}
     return {name: f"done in {time:,.0f} s" if time > DONE_S else "done" for name, time in took.items()}
+
+
+def _check_order(settings: Settings, root: Path) -> None:
+    """Raise UserError if a stage has no folder, but a later one or the evaluation, which follow from its draft, has."""
+    folders = [run_folder(root, settings.seed) / name for name in settings.training.stages]
+    if folders and settings.evaluation.draft is None:
+        folders.append(evaluation_folder(root))
+    missing = next((number for number, folder in enumerate(folders) if not folder.exists()), len(folders))
+    if later := [str(folder) for folder in folders[missing:] if folder.exists()]:
+        problem = f"is missing, but {', '.join(later)} followed from its draft"
+        raise UserError(f"{folders[missing]}: {problem}; remove what followed, too, and all of these steps run again")
 
 
 def duration(seconds: float) -> str:

@@ -53,7 +53,7 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     red, green, blue = (int(STYLES["lookup"][at : at + 2], 16) for at in (1, 3, 5))
     assert output.count(f"\x1b[38;2;{red};{green};{blue}m") >= 2
     assert [turn["role"] for turn in session.turns] == ["system", "user", "assistant", "user", "assistant"]
-    assert "/file PATH" in output and output.count("40 tokens") == 2 and "80 tokens" in output
+    assert "/file PATH" in output and output.count("(cut at 40 tokens)") == 2 and "80 tokens" in output
     assert session.conversation.engine is not None
     assert session.conversation.engine.worker.counts.cached_prompt_tokens > len("Be brief.abcabcabc")
     first = session.turns[2]
@@ -61,6 +61,8 @@ def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
     assert [turn["role"] for turn in session.turns] == ["system"]
     plain = Session(loaded, sampling, terminal(NO_COLOR="1"), system="Be brief.")
     assert "\x1b[38" not in said(plain, "abcabcabc") and plain.turns[2] == first
+    loaded.stop_ids = list(range(loaded.model.config.vocab_size))
+    assert "cut" not in said(Session(loaded, pairs.SamplingOptions(max_new_tokens=1), terminal()), "abc")
 
 
 def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(target: Path, tmp_path: Path) -> None:
@@ -160,7 +162,9 @@ def test_ctrl_c_stops_the_answer_and_sigterm_the_chat(chat: Terminal) -> None:
         chat.type(f"{message}\n")
         chat.until(r"(lo|more)\S*\r\n.{200}")  # longer than the notice of the first use
         chat.type("\x03")
-        chat.until(r"\(stopped\).*> ")
+        chat.until(r"\(stopped\).*tokens/s.*> ")
+    chat.type("/stats\n")
+    assert 100 < int(re.findall(r"(\d+) tokens, ", chat.until("tokens/s.*> "))[0]) < 4000
     # Of a conversation that is too long, the message tells the tokens: those of both questions and of both answers.
     chat.type(f"{'x' * 4000}\n")
     tokens = int(re.findall(r"has (\d+) tokens", chat.until(r"error: .*/reset.*> "))[0])

@@ -35,9 +35,8 @@ assert not [name for name in ("torch", "transformers", "datasets", "matplotlib")
 
 
 def test_help_imports_no_torch() -> None:
-    command = [sys.executable, "-m", "longspec", "--help"]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
-    assert all(name in done.stdout for name in COMMANDS)
+    shown = subprocess.check_output([sys.executable, "-m", "longspec", "--help"], cwd=ROOT, text=True)
+    assert all(name in shown for name in COMMANDS)
     subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True)
 
 
@@ -60,8 +59,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     for given, part in (
         (["chat", f"{tmp_path}/none"], "no such folder"),
-        (["generate", "no/such/file.txt"], "cannot be read"),
+        (["generate", "none.csv"], "none.csv: no such file; if the text itself is the prompt, give it on stdin"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
+        (["generate", "hello", "--tree_shape", "2", "4"], "--tree_shape 2, prompt 4: write the levels as in 4,16,16"),
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
         (["extract"], "missing argument"),
         (["generate", "hello", "--output", "--overwrite"], "--overwrite: an option where a path is expected"),

@@ -150,18 +150,21 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
 def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: Path) -> None:
-    """Paths with characters that are special to Hydra must reach the trainer unchanged."""
+    """Paths and texts with characters that are special to Hydra must reach the trainer unchanged."""
     name = load().training.stages[stage].config
     data = tmp_path / "it's a=b, folder" / "data.jsonl"
     data.parent.mkdir()
     data.write_text('{"text": "a"}\n')
     overrides = {"data.files": [str(data)], "output_dir": str(tmp_path / "out"), "max_steps": 3}
     overrides |= {"model_name_or_path": "target", "draft_model_name_or_path": None, "variant": "base"}
+    templates = {"source": 'a "b"\n{prompt}', "article": "it's{prompt}", "report": "C:\\n{prompt}end\\"}
+    overrides |= {"data.templates": templates, "adam_betas": [0.5, 1e-7]}
     line = launch_line(name, overrides, ranks=1)
     config = load_config(["-cp", str(ROOT / "conf" / "exp"), *line[line.index("-cn") :]])
     assert config is not None
     assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
     assert config.data.files == [str(data)] and config.variant.name == "base"
+    assert config.data.templates == templates and config.adam_betas == [0.5, 1e-7]
 
 
 RANK = """

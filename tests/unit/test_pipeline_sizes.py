@@ -73,14 +73,6 @@ def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
         chosen_settings(TARGETS["32b"], replace(H100, memory=40 * GIB), 2, 32768)
 
 
-def test_the_trainer_reads_the_values_that_a_stage_states() -> None:
-    texts = ['a "b"\n{prompt}', "it's", "C:\\n", "end\\"]
-    values = {"data.templates": dict(zip("abcd", texts, strict=True)), "data.files": texts, "adam_betas": [0.5, 1e-7]}
-    config = compose_config(ROOT / CONFIGS, "tiny_glide_stage1_sinkpi-slicing", hydra_overrides(values))
-    assert config.data.templates == values["data.templates"]
-    assert config.data.files == texts and config.adam_betas == [0.5, 1e-7]
-
-
 def test_stage_1_reads_the_layer_with_the_strongest_induction_heads() -> None:
     """In SmolLM2-135M, it is the one that helps a draft most (docs/reproduce.md)."""
     settings = chosen_settings(QWEN, H100, 0.5, 32768)
@@ -142,8 +134,8 @@ def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, refusal:
         assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_prints_a_file_for_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With absolute paths, because the trainer runs in another folder."""
     folder = make_chat_target(tmp_path / "target")
@@ -155,12 +147,6 @@ def test_a_dry_run_prints_a_file_for_config(
     settings = load_settings(file)
     assert (settings.seed, settings.hours, settings.target) == (7, 0.5, str(folder))
     assert file.read_text().startswith(f"# target: {folder}, llama, ")
-
-
-def test_another_plans_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal) -> None:
-    folder = make_chat_target(tmp_path / "target")
-    command.main([str(folder), "--dry_run"])
-    (tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
     error = refusal(command.main, [str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in error
     # More contexts than the target has positions are the same plan.
@@ -178,9 +164,10 @@ def test_another_plans_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ("probes.layers.candidates.x={model.kv_layers: [99]}", "candidates.x.model.kv_layers: the draft's"),
         ("--text=/nope.jsonl", "no data file at '/nope.jsonl'"),
         ("--hours=nan", "error: --hours nan: must be a positive number"),
-        ("--contexts=-5", "error: --contexts -5: must be a positive number"),
+        ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
         ("--hours=2", "--hours: not with --config, which has all sizes; change them there or by key=value"),
-        ("--contexts=64", "--contexts: not with --config"),
+        ("--contexts=1024", "--contexts: not with --config"),
+        ("--evaluate=smollm2-135m", "/drafts/smollm2-135m-instruct/config.json: a draft for a target with"),
         ("--evaluate=target", "/target: holds a target, and no draft; give the .pth file, folder or hub id of a draft"),
     ],
 )
@@ -236,9 +223,13 @@ def test_steps_whose_files_are_complete_are_shown_as_done(tmp_path: Path, capsys
     files = [answers_file(tmp_path, "chat", split) for split in SPLITS]
     for file in files:
         write_atomically(file, "", make_folder=True)
-    for chat, left in (("done in 10 s", "about 20 s left in all"), ("about 60 s", "about 80 s left in all")):
+    for chat, left in (("done in 10 s", "about 3 s left in all"), ("about 60 s", "about 80 s left in all")):
         done = run.finished(settings, tmp_path)
         assert f"  chat: {chat}" in run.plan_lines(settings, QWEN, H100, planned, tmp_path, done)
         run.run_steps(dict.fromkeys(planned.seconds, lambda: None), tmp_path, planned, done)
         assert f"step 1 of 2: chat, {chat}; {left}\n" in capsys.readouterr().out
         files[1].unlink(missing_ok=True)
+    folder = run.run_folder(tmp_path, 0)
+    (folder / "stage2").mkdir(parents=True)
+    with pytest.raises(UserError, match=f"^{folder}/stage1: is missing, but {folder}/stage2 followed from its draft"):
+        run.finished(settings, tmp_path)

@@ -5,10 +5,11 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, errors
 from pairs import FAMILIES, GLIDE, make_pair, save_target, tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -135,15 +136,16 @@ def test_a_pair_on_the_hub_loads_at_its_revision(tmp_path: Path, monkeypatch: py
     assert second.draft_model.window == 96 and weights_equal(second, pair)
 
 
-def test_without_a_network_an_unknown_hub_id_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_hub_an_unknown_id_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits before another request"))
-    with pytest.raises(UserError, match=r"^someone/target: no such folder, and the hub cannot be reached"):
-        read_config("someone/target")
+    answer = errors.HfHubHTTPError("503", response=Mock(status_code=503))
+    for info in (HfApi.model_info, Mock(side_effect=answer)):  # nobody listens, or a proxy without a network does
+        monkeypatch.setattr(HfApi, "model_info", info)
+        with pytest.raises(UserError, match=r"^someone/target: no such folder, and the hub cannot be reached"):
+            read_config("someone/target")
 
 
 def test_dtype_is_the_files_unless_given(tmp_path: Path) -> None:
