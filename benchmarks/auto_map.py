@@ -2,7 +2,8 @@
 
 `python -m benchmarks.auto_map --model PAIR --prompts FILE.jsonl` prints a table, writes a picture, and prints one JSON
 line. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, as in `benchmarks.engines`. A batch decodes
-prompts of one context at a time; all rows generate the same number of tokens. tokens/s is that of decoding.
+prompts of one context at a time; all rows generate the same number of tokens. tokens/s is that of decoding. Several
+GPUs can each take some cells, as by --temperatures, into a file of --rows; the files are then joined for the picture.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO
+from longspec.pipeline.files import read_jsonl
+from longspec.replacing import write_atomically
 
 FIXED: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},
@@ -46,8 +49,9 @@ SEED = 0
 def main() -> None:
     options = parse_options()
     prompts = read_prompts(options.prompts)
-    file: Path | None = options.rows
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
+    run = {name: getattr(options, name) for name in ("model", "draft", "dtype", "tokens", "repeats")}
+    stored = read_jsonl(options.rows) if options.rows else []
+    rows = [row for row in stored if run.items() <= row.items()]
     measured = {(row["temperature"], row["context"], row["batch"]) for row in rows}
     cells = [
         (temperature, context, batch)
@@ -63,11 +67,11 @@ def main() -> None:
             chosen = list(islice(cycle(prompts[context]), batch * options.repeats))
             speeds = cell_speeds(pair, chosen, batch, options.tokens, temperature)
             cell = {"device": device, "temperature": temperature, "context": context, "batch": batch}
-            rows.append(cell | speeds)
+            rows.append(run | cell | speeds)
             tqdm.write(json.dumps(rows[-1]))
-            if file:
-                with file.open("a") as lines:
-                    print(json.dumps(rows[-1]), file=lines)
+            if options.rows:
+                stored.append(rows[-1])
+                write_atomically(options.rows, "".join(json.dumps(row) + "\n" for row in stored))
     print(table([row | row["tokens_per_s"] for row in rows], COLUMNS))
     if options.picture:
         draw_map(rows, options.picture, f"{options.model}, {rows[0]['device']}")
@@ -112,7 +116,7 @@ def parse_options() -> argparse.Namespace:
     add("--tokens", type=int, default=128, help="new tokens per answer")
     add("--repeats", type=int, default=2, help="batches per cell")
     add("--most_tokens", type=int, default=300_000, help="cells with more prompt tokens are left out")
-    add("--rows", type=Path, help="JSONL file to append each cell to; those that it holds are not measured again")
+    add("--rows", type=Path, help="JSONL file that keeps the cells; those of an earlier run are not measured again")
     add("--picture", type=Path, help="PNG to write")
     return parser.parse_args()
 

@@ -96,7 +96,8 @@ class DraftingOptions:
         options = {name: value for name, value in vars(self).items() if name != "tree_shape"}
         if self.tree_shape is not None:
             if self.tree_shape.isdecimal() and (numbers := [prompt for prompt in prompts if prompt.isdecimal()]):
-                raise UserError(f"--tree_shape {self.tree_shape}, prompt {numbers[0]}: write the levels as in 4,16,16")
+                advice = "write levels as in 4,16,16, or give the prompt on stdin"
+                raise UserError(f"--tree_shape {self.tree_shape}, prompt {numbers[0]}: {advice}")
             options["tree_shape"] = parse_shape(self.tree_shape)
         return options
 

@@ -1,10 +1,12 @@
 """The target layer that the draft reads besides the last one, chosen by the target's induction heads.
 
 A layer with an induction head has keys that say what comes before a token, so that a query for a token finds what
-followed it earlier in the text. The draft's own attention can use these keys alike. In docs/reproduce.md, the layers
-that help a draft most have the strongest such heads. The score of a layer is the prefix-matching score
-of its best head (Olsson et al. 2022, "In-context Learning and Induction Heads"): on random tokens that are repeated,
-the mean attention from a token to the one that followed its first occurrence, 0 to 1.
+followed it earlier in the text. The draft's own attention can use these keys alike. The score of a layer is the
+prefix-matching score of its best head (Olsson et al. 2022, "In-context Learning and Induction Heads"): on random tokens
+that are repeated, the mean attention from a token to the one that followed its first occurrence, 0 to 1.
+
+The rule of `best_layer` was made for two targets, in which it finds the layer that helps a draft most in trainings
+(docs/draft.md). It has not been tested on others.
 """
 
 import json
@@ -21,10 +23,10 @@ from longspec.pipeline.settings import Settings
 from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
 
-ROWS, LENGTH = 4, 128
+ROWS, LENGTH, SEED = 4, 128, 0
 """Rows of random tokens, and tokens of a row before they are repeated."""
-NEAR = 0.8
-"""The last layer of the upper half is read whose score is at least this part of the highest one there: later layers
+LEAST, NEAR = 0.3, 0.8
+"""The last layer of the upper half is read that has this score, and this part of the highest one there: later layers
 also know more about the next token."""
 
 
@@ -33,45 +35,47 @@ def layer_file(root: Path) -> Path:
 
 
 def write_layer(settings: Settings, root: Path) -> None:
-    """Choose the layer, unless it is chosen."""
+    """Score the layers, unless it is done."""
     if not layer_file(root).exists():
         share_work(measure_layers, settings, root, 1)
-    chosen = json.loads(layer_file(root).read_text())
-    print(f"stage 1 reads layer {chosen['layer']} (score {chosen['scores'][chosen['layer']]:.2f})", flush=True)
+    scores = json.loads(layer_file(root).read_text())
+    layer = best_layer(scores)
+    found = "no layer of the upper half" if layer is None else f"layer {layer} (score {scores[layer]:.2f})"
+    print(f"induction heads: {found}", flush=True)
 
 
 def measure_layers(settings: Settings, root: Path, replicas: Replicas) -> None:
-    """Score the layers of the target and choose one."""
-    scores = layer_scores(load_pair(settings.target, device=replicas.device(None))[0].model, settings.seed)
-    write_atomically(layer_file(root), json.dumps({"layer": best_layer(scores), "scores": scores}) + "\n")
+    """Write the scores of the target's layers."""
+    scores = layer_scores(load_pair(settings.target, device=replicas.device(None))[0].model)
+    write_atomically(layer_file(root), json.dumps(scores) + "\n")
 
 
 def chosen_layer(root: Path) -> dict[str, Any]:
-    """The trainer's values of the chosen layer."""
-    return {"model.kv_layers": [json.loads(layer_file(root).read_text())["layer"]]}
+    """The trainer's values of the chosen layer; none leave it to its configuration."""
+    layer = best_layer(json.loads(layer_file(root).read_text()))
+    return {} if layer is None else {"model.kv_layers": [layer]}
 
 
 def layer_table(root: Path) -> pandas.DataFrame:
-    """The scores of all layers, and which one stage 1 reads."""
-    chosen = json.loads(layer_file(root).read_text())
-    rows = [
-        {"layer": layer, "score": f"{score:.2f}", "read": "yes" if layer == chosen["layer"] else ""}
-        for layer, score in enumerate(chosen["scores"])
-    ]
-    return pandas.DataFrame(rows)
+    """The scores of all layers."""
+    scores = json.loads(layer_file(root).read_text())
+    chosen = best_layer(scores)
+    rows = [(layer, f"{score:.2f}", "yes" if layer == chosen else "") for layer, score in enumerate(scores)]
+    return pandas.DataFrame(rows, columns=["layer", "score", "chosen"])
 
 
-def best_layer(scores: list[float]) -> int:
-    """The number of the layer to read, from 0. It is not the last one, which a draft always reads."""
+def best_layer(scores: list[float]) -> int | None:
+    """The number of the layer to read, from 0; None if no layer of the upper half has an induction head. It is not the
+    last layer, which a draft always reads."""
     upper = range(len(scores) // 2, len(scores) - 1)
-    highest = max(scores[layer] for layer in upper)
-    return max(layer for layer in upper if scores[layer] >= NEAR * highest)
+    least = max([LEAST, *(NEAR * scores[layer] for layer in upper)])
+    return max((layer for layer in upper if scores[layer] >= least), default=None)
 
 
 @torch.no_grad()
-def layer_scores(target: Any, seed: int) -> list[float]:
+def layer_scores(target: Any) -> list[float]:
     """The score of each layer of a target, a transformers model without its head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(target.config.vocab_size, (ROWS, LENGTH), generator=generator).to(target.device)
     target.set_attn_implementation("eager")  # the others return no weights
     output = target(torch.cat([tokens, tokens], 1), output_attentions=True, use_cache=False)

@@ -70,7 +70,7 @@ def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
         ),
     }
     if settings.training.choose_layer and layer_file(root).exists():
-        introduction = "Strongest induction head of each layer of the target: attention to what followed, 0 to 1."
+        introduction = "Attention of the strongest induction head of each target layer to what followed, 0 to 1."
         tables["Layers"] = introduction, layer_table(root)
     for name in settings.probes:
         if probe_file(root, name).exists():

@@ -148,9 +148,8 @@ def steps_of(settings: Settings, root: Path) -> Steps:
 
 
 def run_steps(steps: Steps, root: Path, planned: Estimate, done: Done) -> None:
-    """Run the steps. The time left is estimated, and corrected by the speed of the steps that are done."""
-    known = {one["step"]: one for one in read_jsonl(root / TIMES) if one["step"] in done and one["seconds"] > DONE_S}
-    spent, expected = (sum(one[name] for one in known.values()) for name in ("seconds", "estimate"))
+    """Run the steps. The time left is estimated, and corrected by the speed of the steps that this run has done."""
+    spent = expected = 0.0
     names = list(steps)
     for number, (name, step) in enumerate(steps.items()):
         pace = spent / expected if expected else 1.0
@@ -195,8 +194,8 @@ def _check_order(settings: Settings, root: Path) -> None:
         folders.append(evaluation_folder(root))
     missing = next((number for number, folder in enumerate(folders) if not folder.exists()), len(folders))
     if later := [str(folder) for folder in folders[missing:] if folder.exists()]:
-        problem = f"is missing, but {', '.join(later)} followed from its draft"
-        raise UserError(f"{folders[missing]}: {problem}; remove what followed, too, and all of these steps run again")
+        problem = f"is missing, but {', '.join(later)} followed from an earlier draft"
+        raise UserError(f"{folders[missing]}: {problem}; remove that, too, or choose another --output_dir")
 
 
 def duration(seconds: float) -> str:

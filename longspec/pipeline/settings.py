@@ -113,7 +113,8 @@ class TrainingSettings:
     stages: dict[str, StageSettings] = MISSING
     evaluation_rows: int = 64
     architecture: str = GLIDE
-    """Architecture of the draft (see docs/own-draft.md). Probes choose layers of GLIDE, and others go without."""
+    """Architecture of the draft (see docs/own-draft.md). Others than GLIDE go without probes and `choose_layer`, and so
+    do targets that GPUs share."""
     architecture_options: dict[str, Any] = field(default_factory=dict)
     choose_layer: bool = False
     """Whether stage 1 reads the target layer with the strongest induction heads, unless a probe or the stage's
@@ -237,7 +238,7 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         key = getattr(error, "full_key", None)
         raise UserError(f"{where}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
     check_settings(settings)
-    if settings.training.architecture != GLIDE:
+    if settings.training.architecture != GLIDE or settings.tp_size > 1:
         settings.probes, settings.training.choose_layer = {}, False
     return settings
 

@@ -61,7 +61,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["chat", f"{tmp_path}/none"], "no such folder"),
         (["generate", "none.csv"], "none.csv: no such file; if the text itself is the prompt, give it on stdin"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
-        (["generate", "hello", "--tree_shape", "2", "4"], "--tree_shape 2, prompt 4: write the levels as in 4,16,16"),
+        (["generate", "hello", "--tree_shape", "2", "4"], "--tree_shape 2, prompt 4: write levels as in 4,16,16"),
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
         (["extract"], "missing argument"),
         (["generate", "hello", "--output", "--overwrite"], "--overwrite: an option where a path is expected"),

@@ -18,6 +18,7 @@ from experiments.comparison import read_comparison
 from longspec.errors import UserError
 from longspec.pipeline import training
 from longspec.pipeline.files import answers_file, read_jsonl, settings_file, training_files
+from longspec.pipeline.induction import layer_file
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch, launch_line, running
 from longspec.pipeline.settings import Settings, load_settings
@@ -146,6 +147,11 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
     assert first["draft_model_name_or_path"] is None
     assert second["draft_model_name_or_path"] == str(folder / "stage1" / "checkpoint-last")
     assert second["output_dir"] == str(folder / "stage2")
+    settings.seed, settings.probes, settings.training.choose_layer = 1, {}, True
+    write_atomically(layer_file(tmp_path), "[0, 0, 0.1, 0.9, 0]")
+    with pytest.raises(UserError, match="stage1: training ended"):
+        train("stage1", settings, tmp_path)
+    assert trained[-1]["model.kv_layers"] == [3]
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2", "stage3"])
