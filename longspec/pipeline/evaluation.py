@@ -1,6 +1,5 @@
 """The evaluation: held-out prompts decoded with every method, on all GPUs."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain, groupby
@@ -47,8 +46,17 @@ def _draft(settings: Settings, root: Path) -> str:
 
 
 def evaluate(settings: Settings, root: Path) -> None:
-    """Measure the missing samples. Raises UserError if the draft does not exist or a process fails, OtherSettings for a
-    folder with samples of another draft, target, device or version, of other prompts or of other options."""
+    """Measure the missing samples in processes of their own. Raises UserError as `claim_samples` does, and if one
+    fails."""
+    if claim_samples(settings, root):
+        ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
+        share_work(measure, settings, root, ranks)
+
+
+def claim_samples(settings: Settings, root: Path) -> int:
+    """Record what all samples of the folder share, and return the number of missing ones. Raises UserError if the draft
+    does not exist, OtherSettings for a folder with samples of another draft, target, device or version, of other
+    prompts or of other options."""
     if settings.evaluation.draft is None and not final_draft(settings, root).exists():
         raise UserError(f"{final_draft(settings, root)}: no such draft; train it first, or set evaluation.draft")
     file, missing = evaluation_folder(root) / FACTS, missing_samples(settings, root)
@@ -58,9 +66,7 @@ def evaluate(settings: Settings, root: Path) -> None:
         facts = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
         # Here and not in the step's processes, whose errors reach this one as an exit code only.
         claim(file, here | facts)
-    if missing:
-        ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
-        share_work(measure, settings, root, ranks)
+    return missing
 
 
 def missing_samples(settings: Settings, root: Path) -> int:
@@ -87,13 +93,15 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     def work(own: Iterator[list[Cell]], count: Count) -> None:
         for cell in chain.from_iterable(own):
             kernels = cell.method.name, cell.temperature, cell.context
-            is_forced = cell.method.kind == FORCED
             prompts = samples.missing(cell)
-            if prompts and kernels not in warmed_up and not is_forced:  # forced rounds are not timed
-                warmed_up.add(kernels)
-                decoder.warm_up(cell)
-            for prompt in prompts:
-                sample = decoder.sample(cell, prompt, samples.answer(cell, prompt) if is_forced else None)
+            if cell.method.kind == FORCED:
+                measured = decoder.forced(cell, prompts, [samples.answer(cell, prompt) for prompt in prompts])
+            else:
+                if prompts and kernels not in warmed_up:
+                    warmed_up.add(kernels)
+                    decoder.warm_up(cell)
+                measured = (decoder.sample(cell, prompt) for prompt in prompts)
+            for sample in measured:
                 samples.append(sample)
                 count(1)
 
@@ -122,28 +130,17 @@ class Decoder:
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft, device=device)
 
-    def sample(self, cell: Cell, prompt: dict[str, Any], answer: list[int] | None) -> dict[str, Any]:
-        """Decode a prompt and return its sample. answer: the token ids that method FORCED decodes, else None."""
-        method = cell.method
-        began = time.perf_counter()
+    def sample(self, cell: Cell, prompt: dict[str, Any]) -> dict[str, Any]:
+        """Decode a prompt and return its sample."""
         ids = self._ids(cell, prompt)
-        if answer is None:
-            tokens, figures = self._generate(cell, ids, cell.prompt_seed(prompt["id"]))
-        else:
-            tokens, figures = answer, {"last_tokens": method.last_tokens}
-            figures |= forced_acceptance(self.model, ids, answer, method.tree_shape, method.drafter)
-        return {
-            **cell.key,
-            "options": cell.options,
-            "id": prompt["id"],
-            "prompt": prompt_digest(prompt),
-            "prompt_tokens": len(ids),
-            "new_tokens": len(tokens),
-            "wall_s": time.perf_counter() - began,
-            "loops": loops(tokens),
-            **figures,
-            "token_ids": tokens,
-        }
+        return _sample(cell, prompt, ids, *self._generate(cell, ids, cell.prompt_seed(prompt["id"])))
+
+    def forced(self, cell: Cell, prompts: list[dict[str, Any]], answers: list[list[int]]) -> Iterator[dict[str, Any]]:
+        """The samples of method FORCED on prompts and answers, in token ids. Its rounds are not timed."""
+        method, ids = cell.method, [self._ids(cell, prompt) for prompt in prompts]
+        figures = forced_acceptance(self.model, ids, answers, method.tree_shape, method.drafter)
+        for prompt, own_ids, answer, sums in zip(prompts, ids, answers, figures, strict=True):
+            yield _sample(cell, prompt, own_ids, answer, {"last_tokens": method.last_tokens} | sums)
 
     def warm_up(self, cell: Cell) -> None:
         """Generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes."""
@@ -161,3 +158,20 @@ class Decoder:
         output = generate(self.model, [ids], seed=seed, **WITHOUT_FILE, **options | changes)
         figures = asdict(output.stats)
         return output.new_tokens[0].tolist(), {name: figures[name] for name in FIGURES}
+
+
+def _sample(
+    cell: Cell, prompt: dict[str, Any], ids: list[int], tokens: list[int], figures: dict[str, Any]
+) -> dict[str, Any]:
+    """The sample of a prompt, `ids`, that is continued with `tokens`."""
+    return {
+        **cell.key,
+        "options": cell.options,
+        "id": prompt["id"],
+        "prompt": prompt_digest(prompt),
+        "prompt_tokens": len(ids),
+        "new_tokens": len(tokens),
+        "loops": loops(tokens),
+        **figures,
+        "token_ids": tokens,
+    }

@@ -7,68 +7,93 @@ of the target's probabilities along the path. A tree built without randomness th
 length 1 + sum of p(node) over all nodes. The logits of the verification pass give p.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from longspec.inference.device import free_bytes
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.fused_runner import make_runner
+from longspec.inference.memory import row_bytes
 from longspec.inference.methods import DEFAULT_SHAPE, Drafting, make_drafter
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.watch import Watch
 
+MEMORY_SHARE = 0.5
+"""Share of the free memory for the rows of a batch."""
+
 
 class TextSampler(Sampler):
-    """Chooses the next token of a fixed text in place of the target's argmax, and keeps the target's logits."""
+    """Chooses the next tokens of fixed texts in place of the target's argmax, and keeps the target's logits."""
 
-    def __init__(self, text: Tensor, read: int, shape: Sequence[int]) -> None:
-        """text: LongTensor [T]. read: number of its tokens that the target has read."""
+    def __init__(self, texts: Tensor, read: Tensor, shape: Sequence[int]) -> None:
+        """texts: LongTensor [B, T], padded on the right. read: LongTensor [B], tokens that the target has read."""
         super().__init__()
-        self.text, self.read = text, torch.tensor([read], device=text.device)  # a copy shares the tensor
-        self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(text.device)
+        self.texts, self.read = texts, read  # a copy shares the tensors
+        self.levels = torch.arange(len(shape) + 1).repeat_interleave(torch.tensor([1, *shape])).to(texts.device)
         self.seen: list[Tensor] = []
-        """Target logits [1, N, V] at the nodes of the last round, also of those that a copy has read."""
+        """Target logits [B, N, V] at the nodes of the last round, also of those that a copy has read."""
 
     def choose(self, logits: Tensor, watch: Watch | None = None) -> Tensor:
-        if logits.dim() == 2:  # [1, V] after prefill
-            return self.text[self.read]
+        if logits.dim() == 2:  # [B, V] after prefill
+            return self.texts.gather(1, self.read[:, None])[:, 0]
         self.seen[:] = [logits]
-        return self.text[(self.read + self.levels + 1).clamp(max=len(self.text) - 1)][None]
+        following = self.read[:, None] + self.levels + 1
+        return self.texts.gather(1, following.clamp(max=self.texts.shape[1] - 1))
 
 
-@torch.no_grad()
 def forced_acceptance(
     model: Any,
-    prompt: Sequence[int],
-    answer: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
     shape: Sequence[int] = DEFAULT_SHAPE,
     drafter: str = "tree",
-) -> dict[str, float]:
-    """Sums over teacher-forced rounds: "rounds", "decoded_tokens", and "bound", the tree's bound at temperature 1.
+) -> Iterator[dict[str, float]]:
+    """For each prompt and its answer, sums over teacher-forced rounds: "rounds", "decoded_tokens", and "bound", the
+    tree's bound at temperature 1. Batches have as many rows as fit.
 
     shape: nodes per level of the tree. drafter: "tree", or "lookup" with a chain as shape.
     """
-    text = torch.tensor([*prompt, *answer], device=model.device)
-    sampler = TextSampler(text, len(prompt), shape)
+    longest = max(map(len, prompts), default=0) + max(map(len, answers), default=0)
+    row = row_bytes(model.config, model.lm_head.weight.dtype, longest, 1 + sum(shape))
+    size = max(1, int(MEMORY_SHARE * free_bytes(model.device)) // row)
+    for start in range(0, len(prompts), size):
+        part = slice(start, start + size)
+        yield from _batch(model, prompts[part], answers[part], Drafting(drafter, shape, len(shape), "descend"))
+
+
+@torch.no_grad()
+def _batch(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], drafting: Drafting
+) -> list[dict[str, float]]:
+    """`forced_acceptance` of one batch."""
+    starts = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    texts = [torch.cat([start, start.new_tensor(answer)]) for start, answer in zip(starts, answers, strict=True)]
+    lengths = torch.tensor([len(text) for text in texts], device=model.device)
+    read = torch.tensor([len(start) for start in starts], device=model.device)
+    sampler = TextSampler(pad_sequence(texts, batch_first=True), read, drafting.tree_shape)
     runner = make_runner(model, "auto", True)
-    proposer = make_drafter(Drafting(drafter, shape, len(shape), "descend"), runner, 1, sampler)
-    engine = StaticBatch(runner, proposer, sampler, text[None, : len(prompt)], [len(prompt)], len(answer))
+    proposer = make_drafter(drafting, runner, len(texts), sampler)
+    # Their padding shows lookup nothing of the answers.
+    padded = pad_sequence(starts, batch_first=True)
+    engine = StaticBatch(runner, proposer, sampler, padded, read.tolist(), max(map(len, answers)))
     engine.prefill()
 
-    sums = {"rounds": 0.0, "decoded_tokens": 0.0, "bound": 0.0}
-    # While the text reaches past the deepest node of the next tree.
-    while int(sampler.read) + proposer.depth + 2 <= len(text):
-        count = engine.round(torch.ones(1, dtype=torch.bool, device=text.device))[1]
-        sums["rounds"] += 1
-        sums["decoded_tokens"] += int(count)
+    rounds, decoded, bounds = sums = torch.zeros(3, len(texts), dtype=torch.float64, device=model.device)
+    # While a text reaches past the deepest node of its next tree.
+    while (active := read + proposer.depth + 2 <= lengths).any():
+        count = engine.round(active).counts
+        rounds += active
+        decoded += count
         if isinstance(proposer, TreeDrafter):
-            sums["bound"] += float(path_probabilities(proposer.proposal(), sampler.seen[0]).sum())
-        sampler.read += count
-    return sums
+            bounds += path_probabilities(proposer.proposal(), sampler.seen[0]).sum(-1).where(active, 0)
+        read += count
+    return [dict(zip(("rounds", "decoded_tokens", "bound"), row, strict=True)) for row in sums.T.tolist()]
 
 
 def path_probabilities(proposal: Proposal, logits: Tensor) -> Tensor:
