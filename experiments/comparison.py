@@ -1,6 +1,5 @@
 """The arms of `experiments.drafts`: their settings, training and measurement."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,11 +9,11 @@ from omegaconf import MISSING
 
 from experiments.arms import read_section, share_text
 from longspec.errors import UserError
-from longspec.pipeline.cells import read_samples
-from longspec.pipeline.evaluation import evaluate, evaluation_folder
-from longspec.pipeline.files import settings_file
-from longspec.pipeline.settings import MethodSettings, Settings, check_settings, settings_yaml
-from longspec.pipeline.training import run_folder, stage_row, train
+from longspec.pipeline.cells import SampleFile
+from longspec.pipeline.evaluation import claim_samples, evaluation_folder, measure
+from longspec.pipeline.settings import FORCED, MethodSettings, Settings, check_settings
+from longspec.pipeline.training import is_finished, run_folder, stage_row, train
+from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
 
 BASELINES = "samples-baselines.jsonl"
@@ -44,7 +43,13 @@ class Comparison:
     report: str = MISSING
     arms: dict[str, Arm] = field(default_factory=dict)
     baselines: list[MethodSettings] = field(default_factory=list)
-    methods: list[MethodSettings] = field(default_factory=list)
+    """Methods without a draft, measured once. Vanilla's greedy answers are those of the methods `forced`."""
+    forced: list[MethodSettings] = field(default_factory=list)
+    """Teacher-forced methods, measured with each seed."""
+    decoding: list[MethodSettings] = field(default_factory=list)
+    """Methods that decode with the drafts of the first seed, for the time per round."""
+    jobs_per_gpu: int = 1
+    """Trainings and teacher-forced measurements that share a GPU. Whatever is timed has a GPU to itself."""
 
 
 def read_comparison(settings: Settings) -> Comparison:
@@ -55,6 +60,10 @@ def read_comparison(settings: Settings) -> Comparison:
             if (arm.like is None) != (arm.seconds_of is None) or other not in (None, *comparison.arms):
                 raise UserError(f"config key experiment.arms.{name}.{key}: name two other arms in like and seconds_of")
         check_settings(arm_settings(settings, comparison, name, 0))
+    for key in ("forced", "decoding"):
+        for method in getattr(comparison, key):
+            if (method.kind == FORCED) != (key == "forced"):
+                raise UserError(f"config key experiment.{key}: {method.name} belongs to the other list of methods")
     return comparison
 
 
@@ -73,61 +82,86 @@ def arm_settings(
     training = replace(
         settings.training, stages=stages, architecture=arm.architecture, architecture_options=arm.options
     )
-    evaluation = replace(settings.evaluation, methods=comparison.methods, draft=None)
+    evaluation = replace(settings.evaluation, methods=[*comparison.forced, *comparison.decoding], draft=None)
     return replace(settings, seed=seed, training=training, evaluation=evaluation, probes={})
+
+
+def with_methods(settings: Settings, methods: list[MethodSettings], draft: Path | None = None) -> Settings:
+    """The settings with other methods, measured with a draft; None for the one that the settings train."""
+    path = None if draft is None else str(draft.absolute())
+    return replace(settings, evaluation=replace(settings.evaluation, methods=methods, draft=path))
 
 
 def arm_folder(root: Path, name: str, seed: int) -> Path:
     return root / "arms" / f"{name}-{seed}"
 
 
-def train_arm(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> None:
-    """Train an arm with a seed, unless it is finished."""
-    folder = arm_folder(root, name, seed)
+def baselines_folder(root: Path) -> Path:
+    return root / "baselines"
+
+
+def trained_settings(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> Settings:
+    """The settings of an arm with the steps that it trains. Raises UserError as `equal_steps` does."""
+    return arm_settings(settings, comparison, name, seed, equal_steps(settings, comparison, root, name, seed))
+
+
+def find_trained(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> Settings | None:
+    """The settings of an arm whose stages are finished; None for another one."""
+    try:
+        own = trained_settings(settings, comparison, root, name, seed)
+    except UserError:
+        return None
+    run = run_folder(arm_folder(root, name, seed), seed)
+    return own if all(is_finished(run / key, stage) for key, stage in own.training.stages.items()) else None
+
+
+def train_stages(own: Settings, root: Path, folder: Path) -> None:
+    """Train the stages that are not finished, on the text in `root`."""
     share_text(root, folder)
-    own = arm_settings(settings, comparison, name, seed, equal_steps(settings, comparison, root, name, seed))
     for stage in own.training.stages:
         train(stage, own, folder)
 
 
-def measure_arm(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> None:
-    """Measure an arm with a seed, unless it is measured. The first one also measures the baselines."""
-    folder, own = arm_folder(root, name, seed), arm_settings(settings, comparison, name, seed)
+def measure_missing(own: Settings, root: Path, folder: Path) -> None:
+    """Measure the missing samples in this process. The baselines' samples lie next to them, once they exist."""
+    share_text(root, folder)
+    if folder != baselines_folder(root):
+        lines = SampleFile(evaluation_folder(baselines_folder(root))).path.read_bytes()
+        write_atomically(evaluation_folder(folder) / BASELINES, lines, make_folder=True)
+    if claim_samples(own, folder):
+        measure(own, folder, Replicas())
 
-    def measure(methods: list[MethodSettings]) -> None:
-        changed = replace(own, evaluation=replace(own.evaluation, methods=methods))
-        write_atomically(settings_file(folder), settings_yaml(changed))  # the processes on the GPUs read it
-        evaluate(changed, folder)
 
-    shared = root / BASELINES
-    if not shared.exists():
-        measure(comparison.baselines)
-        names = {method.name for method in comparison.baselines}
-        lines = [line for line in read_samples(evaluation_folder(folder)) if line["method"] in names]
-        write_atomically(shared, "".join(json.dumps(line) + "\n" for line in lines))
-    copy = evaluation_folder(folder) / BASELINES
-    if not copy.exists():
-        write_atomically(copy, shared.read_text(), make_folder=True)
-    measure(comparison.methods)
+def seconds_per_step(
+    settings: Settings, comparison: Comparison, root: Path, name: str, seed: int
+) -> list[float] | None:
+    """The median of each stage of an arm of which another one takes the seconds; None for other arms, and if no seed up
+    to this one is trained. The first seed trains with a GPU to itself, and all seeds have its speed."""
+    if name not in timed_arms(comparison):
+        return None
+    own = arm_settings(settings, comparison, name, seed)
+    for run in range(seed + 1):
+        folder = run_folder(arm_folder(root, name, run), run)
+        rows = [row for key, stage in own.training.stages.items() if (row := stage_row(folder / key, stage))]
+        if len(rows) == len(own.training.stages):
+            return [row["seconds per step"] for row in rows]
+    return None
+
+
+def timed_arms(comparison: Comparison) -> set[str]:
+    """The arms whose seconds per step decide how many steps another one trains."""
+    return {name for arm in comparison.arms.values() for name in (arm.like, arm.seconds_of) if name is not None}
 
 
 def equal_steps(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> list[int]:
     """Steps of each stage in which the arm `like` takes the seconds of `seconds_of`; empty for an arm without them.
-
-    All seeds have those of the lowest seed that is trained: speed does not depend on the seed, and so the other runs
-    may share a GPU. Raises UserError if these arms are not trained yet.
-    """
-    arm = comparison.arms[name]
+    Raises UserError if these arms are not trained yet."""
+    arm, speeds = comparison.arms[name], []
     if arm.like is None or arm.seconds_of is None:
         return []
-    steps = []
-    for stage, planned in settings.training.stages.items():
-        seconds = []
-        for other in (arm.like, arm.seconds_of):
-            folders = [run_folder(arm_folder(root, other, run), run) / stage for run in range(seed + 1)]
-            rows = [row for folder in folders if (row := stage_row(folder, planned))]
-            if not rows:
-                raise UserError(f"--arms {name}: arm {other} is not trained with seed {seed}; train it first")
-            seconds.append(rows[0]["seconds per step"])
-        steps.append(max(1, round(planned.steps * seconds[1] / seconds[0])))
-    return steps
+    for other in (arm.like, arm.seconds_of):
+        if (own := seconds_per_step(settings, comparison, root, other, seed)) is None:
+            raise UserError(f"--arms {name}: arm {other} is not trained up to seed {seed}; train it first")
+        speeds.append(own)
+    planned = [stage.steps for stage in settings.training.stages.values()]
+    return [max(1, round(steps * b / a)) for steps, a, b in zip(planned, *speeds, strict=True)]

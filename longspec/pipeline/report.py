@@ -101,8 +101,10 @@ def write_tables(
     facts: dict[str, Any],
     pictures: Sequence[str],
     tables: Tables,
+    lead: Sequence[str] = (),
 ) -> None:
-    """Write a Markdown page of tables, with summary.json next to it. facts: those of an evaluation folder."""
+    """Write a Markdown page of tables, with summary.json next to it. facts: those of an evaluation folder. lead: what
+    the page says first."""
     records = {
         name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, (_, frame) in tables.items()
     }
@@ -111,7 +113,7 @@ def write_tables(
 
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     setup = {"command": f"`{command}`", "target": facts["target"], "device": facts["device"], "versions": versions}
-    parts = [f"# {title}", "", *(f"- {name}: {value}" for name, value in setup.items()), ""]
+    parts = [f"# {title}", "", *(f"- {line}" for line in [*lead, *map(": ".join, setup.items())]), ""]
     parts += [*(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in pictures), ""]
     for name, (introduction, frame) in tables.items():
         parts += [f"## {name}", "", introduction, "", markdown(frame) if len(frame) else "Not measured.", ""]
@@ -212,11 +214,13 @@ def draw_contexts(samples: Samples, file: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_lines(axes: Any, lines: Mapping[str, Mapping[int, Figure]], **settings: Any) -> None:
+def draw_lines(
+    axes: Any, lines: Mapping[str, Mapping[int, Figure]], colors: Mapping[str, str] = COLORS, **settings: Any
+) -> None:
     """Plot figures by context with their errors, a line per label. settings: those of `Axes.set`."""
     for label, figures in lines.items():
         heights, errors = [one.value for one in figures.values()], [one.error for one in figures.values()]
-        axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=label, color=COLORS.get(label))
+        axes.errorbar(list(figures), heights, errors, marker="o", capsize=3, label=label, color=colors.get(label))
     contexts = sorted(set().union(*lines.values()))
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])

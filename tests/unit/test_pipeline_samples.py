@@ -12,6 +12,7 @@ from pairs import make_pair
 from torch import Tensor
 
 from experiments.claims import Goal, goal_verdict, paper_claims
+from experiments.drafts_verdict import ROUNDS, ahead
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
@@ -51,6 +52,15 @@ def test_speeds_are_compared_on_the_same_prompts() -> None:
     assert speed_ratio(tree, frame(line("vanilla", 2))).samples == 0
 
 
+def test_a_draft_is_ahead_only_by_more_than_two_errors() -> None:
+    """Errors are those over prompts, which the drafts share, and over seeds, here those of `near`."""
+    runs = [("best", 0, 10), ("best", 1, 10), ("near", 0, 9.5), ("near", 1, 12.5), ("far", 0, 12)]
+    lines = [line(number=n, arm=name, run=seed, rounds=n * rounds) for name, seed, rounds in runs for n in range(1, 5)]
+    text = ahead(frame(*lines), "arm", *ROUNDS, digits=1)
+    assert text.startswith("best 1.6 ±") and text.endswith("(within 2 errors: near)")
+    assert ahead(frame(*lines[:4]), "arm", *ROUNDS, digits=1) == "-", "nothing to compare with"
+
+
 def test_outputs_with_loops_are_counted_apart() -> None:
     samples = Samples(frame(line(), line(number=1, loops=True, rounds=1)))
     row = by_method(samples).iloc[0]
@@ -59,13 +69,10 @@ def test_outputs_with_loops_are_counted_apart() -> None:
 
 def evaluation() -> Samples:
     lines = []
-    for number in range(4):
-        for context, rounds in ((1024, 8), (7000, 10)):
-            prompt = {"context": context, "number": number}
-            lines.append(line(**prompt, rounds=rounds, decode_s=0.2))
-            lines.append(line(**prompt, temperature=1.0, rounds=20))
-            lines.append(line("vanilla", **prompt, rounds=40))
-            lines.append(line("lookup", **prompt, decode_s=0.5))
+    for number, (context, rounds) in product(range(4), ((1024, 8), (7000, 10))):
+        prompt = {"context": context, "number": number}
+        lines += [line(**prompt, rounds=rounds, decode_s=0.2), line(**prompt, temperature=1.0, rounds=20)]
+        lines += [line("vanilla", **prompt, rounds=40), line("lookup", **prompt, decode_s=0.5)]
     return Samples(frame(*lines))
 
 

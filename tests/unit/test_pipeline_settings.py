@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pipeline_fixtures import make_chat_target
 
+from experiments import jobs
 from experiments.arms import read_experiment
 from experiments.comparison import read_comparison
 from longspec.errors import UserError
@@ -59,13 +60,11 @@ def test_a_mistake_is_one_line_with_its_key(override: str, message: str) -> None
         load(override)
 
 
-def test_counts_may_be_0_values_of_the_trainer_anything_and_another_architecture_goes_without_probes() -> None:
+def test_counts_may_be_0_values_of_the_trainer_anything_and_a_map_is_replaced() -> None:
+    """A section keeps its other values. Another architecture than GLIDE goes without probes."""
     load("chat.train=0", "code.train_files=0", "prompts.train.lcc=0", "seed=0", "evaluation.tasks.lcc.contexts=[0]")
     settings = load("training.stages.stage1.overrides={a: -1}", "probes={layers: {candidates: {a: {b: -1}}}}")
     assert settings.probes and not load("training.architecture=eagle3", "probes={a: {candidates: {}}}").probes
-
-
-def test_a_map_is_replaced_and_a_section_keeps_its_other_values() -> None:
     settings = load("probes={a: {candidates: {}}}", "probes={}", "prompts.train={lcc: 3}", "chat={test: 3}")
     assert not settings.probes and settings.prompts.train == {"lcc": 3} and settings.chat.train > 0
 
@@ -143,10 +142,9 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
             train(stage, settings, tmp_path)
     first, second = trained
     assert first["model.kv_layers"] == [3] and "model.kv_layers" not in second
-    folder = run_folder(tmp_path, 0)
     assert first["draft_model_name_or_path"] is None
-    assert second["draft_model_name_or_path"] == str(folder / "stage1" / "checkpoint-last")
-    assert second["output_dir"] == str(folder / "stage2")
+    given = [Path(second[name]) for name in ("draft_model_name_or_path", "output_dir")]
+    assert given == [run_folder(tmp_path, 0) / name for name in ("stage1/checkpoint-last", "stage2")]
     settings.seed, settings.probes, settings.training.choose_layer = 1, {}, True
     write_atomically(layer_file(tmp_path), "[0, 0, 0.1, 0.9, 0]")
     with pytest.raises(UserError, match="stage1: training ended"):
@@ -167,26 +165,28 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     overrides |= {"data.templates": templates, "adam_betas": [0.5, 1e-7]}
     line = launch_line(name, overrides, ranks=1)
     config = load_config(["-cp", str(ROOT / "conf" / "exp"), *line[line.index("-cn") :]])
-    assert config is not None
-    assert (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
+    assert config and (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
     assert config.data.files == [str(data)] and config.variant.name == "base"
     assert config.data.templates == templates and config.adam_betas == [0.5, 1e-7]
 
 
-RANK = """
-import pathlib, signal, sys, time
-def save(*_):
-    pathlib.Path(sys.argv[1], "saved").touch()
-    raise SystemExit
-signal.signal(signal.SIGTERM, save)
-print("started", flush=True)
-time.sleep(60)
-"""
+def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
+    comparison = read_comparison(load_settings(ROOT / "experiments" / "drafts_smollm2.yaml"))
+    planned = jobs.planned_jobs(comparison, list(comparison.arms), [1, 0])
+    assert all(set(job.after) <= set(planned[:number]) for number, job in enumerate(planned))
+    timed = [f"{job.work} {job.name} {job.seed}" for job in planned if job.alone]
+    assert timed[:3] == ["training glide-last 0", "training eagle3 0", "baselines glide-last 0"] and len(timed) == 8
+    alone, shared, start = jobs.Job("decoding", "a", 0, alone=True), jobs.Job("forced", "a", 0), jobs.next_start
+    after = jobs.Job("forced", "b", 0, after=(alone,))
+    assert start([alone, shared], set(), {"4": 1, "7": 2}, 2) == (alone, "7", 2)
+    assert start([alone, shared], set(), {"4": 1, "7": 1}, 2) is None, "no later job overtakes it"
+    assert start([after, shared], set(), {"4": 1, "7": 0}, 2) == (shared, "4", 1)
+    assert start([after], {alone}, {"4": 1}, 2) == (after, "4", 1) and not start([after], set(), {"4": 2}, 2)
 
 
 def test_a_launch_that_is_interrupted_may_save(tmp_path: Path) -> None:
-    line = [sys.executable, "-c", RANK, str(tmp_path)]
-    with pytest.raises(KeyboardInterrupt), running(line, stdout=subprocess.PIPE, text=True) as child:
+    line = ["sh", "-c", "trap 'touch saved; exit 0' TERM; echo started; while :; do sleep 0.1; done"]
+    with pytest.raises(KeyboardInterrupt), running(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "started\n"
         raise KeyboardInterrupt
     assert child.poll() == 0 and (tmp_path / "saved").exists()
@@ -202,8 +202,7 @@ def test_a_signal_during_a_fork_is_not_lost() -> None:
 
 def test_a_launch_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
     folder = tmp_path / "training" / "stage1"
-    folder.mkdir(parents=True)
-    (folder / "log.txt").write_text("an earlier run\n")
+    write_atomically(folder / "log.txt", "an earlier run\n", make_folder=True)
     with pytest.raises(UserError, match=r"(?s)ended with code 3.*what went wrong"):
         launch([sys.executable, "-c", "print('what went wrong'); raise SystemExit(3)"], folder, steps=4)
     assert (folder / "log.txt").read_text().startswith("an earlier run\n")

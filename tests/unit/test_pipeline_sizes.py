@@ -143,8 +143,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     command.main(["target", "--dry_run", "seed=7"])
-    file = tmp_path / "settings.yaml"
-    file.write_text(capsys.readouterr().out)
+    (file := tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
     settings = load_settings(file)
     assert (settings.seed, settings.hours, settings.target) == (7, 0.5, str(folder))
     assert file.read_text().startswith(f"# target: {folder}, llama, ")
