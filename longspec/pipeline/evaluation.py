@@ -46,8 +46,7 @@ def _draft(settings: Settings, root: Path) -> str:
 
 
 def evaluate(settings: Settings, root: Path) -> None:
-    """Measure the missing samples in processes of their own. Raises UserError as `claim_samples` does, and if one
-    fails."""
+    """Measure the missing samples. Raises UserError as `claim_samples` does, and if a process fails."""
     if claim_samples(settings, root):
         ranks = settings.tp_size if settings.tp_size > 1 else max(1, torch.cuda.device_count())
         share_work(measure, settings, root, ranks)
@@ -94,14 +93,10 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
         for cell in chain.from_iterable(own):
             kernels = cell.method.name, cell.temperature, cell.context
             prompts = samples.missing(cell)
-            if cell.method.kind == FORCED:
-                measured = decoder.forced(cell, prompts, [samples.answer(cell, prompt) for prompt in prompts])
-            else:
-                if prompts and kernels not in warmed_up:
-                    warmed_up.add(kernels)
-                    decoder.warm_up(cell)
-                measured = (decoder.sample(cell, prompt) for prompt in prompts)
-            for sample in measured:
+            if prompts and kernels not in warmed_up and cell.method.kind != FORCED:  # forced rounds are not timed
+                warmed_up.add(kernels)
+                decoder.warm_up(cell)
+            for sample in decoder.samples(cell, prompts, samples):
                 samples.append(sample)
                 count(1)
 
@@ -130,17 +125,27 @@ class Decoder:
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft, device=device)
 
-    def sample(self, cell: Cell, prompt: dict[str, Any]) -> dict[str, Any]:
-        """Decode a prompt and return its sample."""
-        ids = self._ids(cell, prompt)
-        return _sample(cell, prompt, ids, *self._generate(cell, ids, cell.prompt_seed(prompt["id"])))
-
-    def forced(self, cell: Cell, prompts: list[dict[str, Any]], answers: list[list[int]]) -> Iterator[dict[str, Any]]:
-        """The samples of method FORCED on prompts and answers, in token ids. Its rounds are not timed."""
+    def samples(self, cell: Cell, prompts: list[dict[str, Any]], measured: SampleFile) -> Iterator[dict[str, Any]]:
+        """Decode prompts, one after another or, with method FORCED, the `measured` answers of vanilla in batches."""
         method, ids = cell.method, [self._ids(cell, prompt) for prompt in prompts]
-        figures = forced_acceptance(self.model, ids, answers, method.tree_shape, method.drafter)
-        for prompt, own_ids, answer, sums in zip(prompts, ids, answers, figures, strict=True):
-            yield _sample(cell, prompt, own_ids, answer, {"last_tokens": method.last_tokens} | sums)
+        given = [measured.answer(cell, prompt) for prompt in prompts if method.kind == FORCED]
+        sums = forced_acceptance(self.model, ids, given, method.tree_shape, method.drafter)
+        for number, prompt in enumerate(prompts):
+            if method.kind == FORCED:
+                tokens, figures = given[number], {"last_tokens": method.last_tokens} | next(sums)
+            else:
+                tokens, figures = self._generate(cell, ids[number], cell.prompt_seed(prompt["id"]))
+            yield {
+                **cell.key,
+                "options": cell.options,
+                "id": prompt["id"],
+                "prompt": prompt_digest(prompt),
+                "prompt_tokens": len(ids[number]),
+                "new_tokens": len(tokens),
+                "loops": loops(tokens),
+                **figures,
+                "token_ids": tokens,
+            }
 
     def warm_up(self, cell: Cell) -> None:
         """Generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes."""
@@ -158,20 +163,3 @@ class Decoder:
         output = generate(self.model, [ids], seed=seed, **WITHOUT_FILE, **options | changes)
         figures = asdict(output.stats)
         return output.new_tokens[0].tolist(), {name: figures[name] for name in FIGURES}
-
-
-def _sample(
-    cell: Cell, prompt: dict[str, Any], ids: list[int], tokens: list[int], figures: dict[str, Any]
-) -> dict[str, Any]:
-    """The sample of a prompt, `ids`, that is continued with `tokens`."""
-    return {
-        **cell.key,
-        "options": cell.options,
-        "id": prompt["id"],
-        "prompt": prompt_digest(prompt),
-        "prompt_tokens": len(ids),
-        "new_tokens": len(tokens),
-        "loops": loops(tokens),
-        **figures,
-        "token_ids": tokens,
-    }

@@ -24,9 +24,6 @@ from longspec.inference.methods import DEFAULT_SHAPE, Drafting, make_drafter
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.watch import Watch
 
-MEMORY_SHARE = 0.5
-"""Share of the free memory for the rows of a batch."""
-
 
 class TextSampler(Sampler):
     """Chooses the next tokens of fixed texts in place of the target's argmax, and keeps the target's logits."""
@@ -59,11 +56,10 @@ def forced_acceptance(
 
     shape: nodes per level of the tree. drafter: "tree", or "lookup" with a chain as shape.
     """
-    longest = max(map(len, prompts), default=0) + max(map(len, answers), default=0)
+    longest = max(map(len, prompts)) + max(map(len, answers))
     row = row_bytes(model.config, model.lm_head.weight.dtype, longest, 1 + sum(shape))
-    size = max(1, int(MEMORY_SHARE * free_bytes(model.device)) // row)
-    for start in range(0, len(prompts), size):
-        part = slice(start, start + size)
+    size = max(1, free_bytes(model.device) // 2 // row)  # the other half is for the passes
+    for part in (slice(start, start + size) for start in range(0, len(prompts), size)):
         yield from _batch(model, prompts[part], answers[part], Drafting(drafter, shape, len(shape), "descend"))
 
 
