@@ -87,9 +87,8 @@ def test_a_folder_trained_with_another_config_of_the_trainer_is_refused(tmp_path
         write_atomically(answers_file(tmp_path, "chat", split), "{}\n", make_folder=True)
     other = json.dumps(facts | {"trainer.learning_rate": 2e-3})
     write_atomically(run_folder(tmp_path, 0) / "stage1" / "settings.json", other, make_folder=True)
-    with pytest.raises(
-        UserError, match=r"made with other settings \(trainer\.learning_rate: 0\.002 there, 0\.004 here\); use another"
-    ):
+    problem = r"made with other settings \(trainer\.learning_rate: 0\.002 there, 0\.004 here\); use another"
+    with pytest.raises(UserError, match=problem):
         train("stage1", settings, tmp_path)
 
 
