@@ -9,10 +9,12 @@ from omegaconf import MISSING
 
 from experiments.arms import read_section, share_text
 from longspec.errors import UserError
+from longspec.models.target_files import read_config
 from longspec.pipeline.cells import SampleFile
 from longspec.pipeline.evaluation import claim_samples, evaluation_folder, measure
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings, check_settings
-from longspec.pipeline.training import is_finished, run_folder, stage_row, train
+from longspec.pipeline.target import TargetText
+from longspec.pipeline.training import check_trainer, is_finished, run_folder, stage_row, train
 from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
 
@@ -65,6 +67,21 @@ def read_comparison(settings: Settings) -> Comparison:
             if (method.kind == FORCED) != (key == "forced"):
                 raise UserError(f"config key experiment.{key}: {method.name} belongs to the other list of methods")
     return comparison
+
+
+def check_arms(
+    settings: Settings, comparison: Comparison, root: Path, names: Sequence[str], seeds: Sequence[int]
+) -> None:
+    """Raise UserError for arms that cannot be trained: unknown ones, some that the trainer refuses, and those that take
+    the seconds of an arm that is neither named nor trained."""
+    path = TargetText.load(settings.target).path
+    for name in names:
+        if name not in comparison.arms:
+            raise UserError(f"--arms {name}: no such arm; use {', '.join(comparison.arms)}")
+        check_trainer(arm_settings(settings, comparison, name, 0), read_config(path), path)
+        for other in filter(None, (comparison.arms[name].like, comparison.arms[name].seconds_of)):
+            if other not in names and seconds_per_step(settings, comparison, root, other, min(seeds)) is None:
+                raise UserError(f"--arms {name}: needs the seconds per step of {other}; name that arm, too")
 
 
 def arm_settings(
@@ -125,9 +142,9 @@ def train_stages(own: Settings, root: Path, folder: Path) -> None:
 def measure_missing(own: Settings, root: Path, folder: Path) -> None:
     """Measure the missing samples in this process. The baselines' samples lie next to them, once they exist."""
     share_text(root, folder)
-    if folder != baselines_folder(root):
-        lines = SampleFile(evaluation_folder(baselines_folder(root))).path.read_bytes()
-        write_atomically(evaluation_folder(folder) / BASELINES, lines, make_folder=True)
+    shared = SampleFile(evaluation_folder(baselines_folder(root))).path
+    if folder != baselines_folder(root) and shared.exists():
+        write_atomically(evaluation_folder(folder) / BASELINES, shared.read_bytes(), make_folder=True)
     if claim_samples(own, folder):
         measure(own, folder, Replicas())
 

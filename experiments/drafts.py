@@ -32,28 +32,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     options = parser.parse_intermixed_args(argv)
     with demo_extra():
-        from experiments.comparison import arm_settings, read_comparison
+        from experiments.comparison import check_arms, read_comparison
         from experiments.drafts_page import write_results
         from experiments.jobs import is_done, planned_jobs, run_jobs
         from longspec.locks import locked
-        from longspec.models.target_files import read_config
         from longspec.pipeline.answers import CHAT
         from longspec.pipeline.files import settings_file
         from longspec.pipeline.run import steps_of
         from longspec.pipeline.settings import load_settings, settings_yaml
-        from longspec.pipeline.target import TargetText
-        from longspec.pipeline.training import check_trainer
         from longspec.replacing import write_atomically
 
     settings = load_settings(options.config, options.overrides)
     comparison = read_comparison(settings)
     root = Path(options.output_dir or f"outputs/drafts-{Path(settings.target).name}")
     chosen = list(comparison.arms) if options.arms is None else options.arms
-    if unknown := sorted(set(chosen) - set(comparison.arms)):
-        raise UserError(f"--arms {unknown[0]}: no such arm; use {', '.join(comparison.arms)}")
-    path = TargetText.load(settings.target).path
-    for name in chosen:
-        check_trainer(arm_settings(settings, comparison, name, 0), read_config(path), path)
+    check_arms(settings, comparison, root, chosen, options.seeds)
     command = shlex.join(["python", "-m", "experiments.drafts", *(sys.argv[1:] if argv is None else argv)])
     write_page = partial(write_results, settings, comparison, root, sorted(set(options.seeds)), command)
     failed = []

@@ -17,6 +17,8 @@ ROUNDS, SPEED = ("decoded_tokens", "rounds"), ("decoded_tokens", "decode_s")
 """Columns whose sums have the ratios tokens per round and tokens/s."""
 CLEAR = 2
 """Errors by which a draft must be ahead of another one."""
+MOST_NAMED = 4
+"""Largest number of drafts that are named next to the one ahead."""
 
 
 def over_runs(lines: pandas.DataFrame, top: str, bottom: str) -> Figure:
@@ -52,7 +54,8 @@ def ahead(lines: pandas.DataFrame, by: str, top: str, bottom: str, digits: int) 
         ratio = relative(groups[best], own, top, bottom)
         if name != best and not ratio.value - CLEAR * ratio.error > 1:
             level.append(name)
-    within = f" (within {CLEAR} errors: {', '.join(level)})" if level else ""
+    names = ", ".join(level) if len(level) <= MOST_NAMED else f"{len(level)} others"
+    within = f" (within {CLEAR} errors: {names})" if level else ""
     return f"{best} {figures[best].text(digits)}{within}"
 
 

@@ -63,7 +63,7 @@ def planned_jobs(comparison: Comparison, names: Sequence[str], seeds: Sequence[i
     trained = {job.name: job for job in timed}
     for name in names:
         trained.setdefault(name, Job(TRAINING, name, first, after=timed))
-    baselines = Job(BASELINES, names[0], first, True, (trained[names[0]],))
+    baselines = Job(BASELINES, names[0], first, True, tuple(trained.values()))
     alone = (baselines, *(Job(DECODING, name, first, True, (baselines, trained[name])) for name in names))
     jobs = [*trained.values(), *alone, *(Job(FORCED, name, first, after=alone) for name in names)]
     for seed in others:
@@ -74,25 +74,32 @@ def planned_jobs(comparison: Comparison, names: Sequence[str], seeds: Sequence[i
 
 def job_settings(job: Job, settings: Settings, comparison: Comparison, root: Path) -> tuple[Settings, Path]:
     """The settings and the folder of a job. Raises UserError for one that lacks the result of another job."""
-    folder = arm_folder(root, job.name, job.seed)
     if job.work == TRAINING:
-        return trained_settings(settings, comparison, root, job.name, job.seed), folder
-    if (own := find_trained(settings, comparison, root, job.name, job.seed)) is None:
-        raise UserError(f"{folder}: not trained yet; see the log of its training")
-    if job.work == BASELINES:
-        draft = final_draft(own, folder)  # which these methods do not use
-        return with_methods(own, comparison.baselines, draft), baselines_folder(root)
-    return with_methods(own, comparison.decoding if job.work == DECODING else comparison.forced), folder
+        own = trained_settings(settings, comparison, root, job.name, job.seed)
+        return own, arm_folder(root, job.name, job.seed)
+    # The baselines use no draft, but are measured with one: the first that there is.
+    names = comparison.arms if job.work == BASELINES else [job.name]
+    found = {name: find_trained(settings, comparison, root, name, job.seed) for name in names}
+    for name, trained in found.items():
+        if trained is not None:
+            folder = arm_folder(root, name, job.seed)
+            if job.work == BASELINES:
+                return with_methods(trained, comparison.baselines, final_draft(trained, folder)), baselines_folder(root)
+            return with_methods(trained, comparison.decoding if job.work == DECODING else comparison.forced), folder
+    raise UserError(f"{job}: {', '.join(names)} not trained with seed {job.seed}; see the log of the training")
 
 
 def is_done(job: Job, settings: Settings, comparison: Comparison, root: Path) -> bool:
     """Whether a job has nothing left to do. Raises OtherSettings for results of other settings."""
-    if (trained := find_trained(settings, comparison, root, job.name, job.seed)) is None:
-        return False
-    own, folder = job_settings(job, settings, comparison, root)
     if job.work == TRAINING:
-        train_stages(trained, root, folder)  # compares the settings
+        if (trained := find_trained(settings, comparison, root, job.name, job.seed)) is None:
+            return False
+        train_stages(trained, root, arm_folder(root, job.name, job.seed))  # compares the settings
         return True
+    try:
+        own, folder = job_settings(job, settings, comparison, root)
+    except UserError:
+        return False
     return evaluation_folder(folder).exists() and not missing_samples(own, folder)
 
 
