@@ -158,7 +158,7 @@ def test_times_are_measured_once_and_unreadable_files_replaced(
         torch.manual_seed(3)
         measured.clear()
         out = generate(model, ids, temperature=1.0, **SETTINGS)
-        assert (out.stats.measure_s > 0.01) == bool(measured) == measures
+        assert bool(measured) == measures and out.stats.measure_s > 0
         return out.new_tokens[0].tolist()
 
     first = tokens(measures=True)
