@@ -113,12 +113,10 @@ class TrainingSettings:
     stages: dict[str, StageSettings] = MISSING
     evaluation_rows: int = 64
     architecture: str = GLIDE
-    """Architecture of the draft (see docs/own-draft.md). Others than GLIDE go without probes and `choose_layer`, and so
-    do targets that GPUs share."""
+    """See docs/own-draft.md. Only GLIDE, and for targets on one GPU, has probes and `choose_layer`."""
     architecture_options: dict[str, Any] = field(default_factory=dict)
     choose_layer: bool = False
-    """Whether stage 1 reads the target layer with the strongest induction heads, unless a probe or the stage's
-    overrides say which (see `induction`)."""
+    """Whether stage 1 reads the layer that `induction` finds, unless a probe or its overrides say which."""
 
 
 @dataclass
