@@ -1,4 +1,4 @@
-"""What the page of `experiments.drafts` says first: what is missing, and which draft is ahead where."""
+"""The summary on top of the page of `experiments.drafts`: what is missing, and which draft leads at each context."""
 
 import math
 from collections import Counter

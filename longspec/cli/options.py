@@ -92,7 +92,7 @@ class DraftingOptions:
 
     def arguments(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
         """As arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape, and for a shape
-        of one level if a prompt is a number: it is the next level."""
+        of one level next to a prompt that is a number: `--tree_shape 2 2` means two levels."""
         options = {name: value for name, value in vars(self).items() if name != "tree_shape"}
         if self.tree_shape is not None:
             if self.tree_shape.isdecimal() and (numbers := [prompt for prompt in prompts if prompt.isdecimal()]):

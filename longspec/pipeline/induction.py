@@ -24,21 +24,25 @@ from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
 
 ROWS, LENGTH, SEED = 4, 128, 0
-"""Rows of random tokens, and tokens of a row before they are repeated."""
+"""Rows of random tokens, tokens of a row before they are repeated, and the seed of all."""
 LEAST, NEAR = 0.3, 0.8
-"""The last layer of the upper half is read that has this score, and this part of the highest one there: later layers
-also know more about the next token."""
+"""The draft reads the last layer of the upper half whose score is at least LEAST and NEAR times the highest one there.
+The last one, because later layers know more about the next token."""
 
 
 def layer_file(root: Path) -> Path:
     return root / "layer.json"
 
 
+def _scores(root: Path) -> list[float]:
+    return json.loads(layer_file(root).read_text())
+
+
 def write_layer(settings: Settings, root: Path) -> None:
-    """Score the layers, unless it is done."""
+    """Score the layers, unless an earlier run has, and print the chosen one."""
     if not layer_file(root).exists():
         share_work(measure_layers, settings, root, 1)
-    scores = json.loads(layer_file(root).read_text())
+    scores = _scores(root)
     layer = best_layer(scores)
     found = "no layer of the upper half" if layer is None else f"layer {layer} (score {scores[layer]:.2f})"
     print(f"induction heads: {found}", flush=True)
@@ -51,14 +55,14 @@ def measure_layers(settings: Settings, root: Path, replicas: Replicas) -> None:
 
 
 def chosen_layer(root: Path) -> dict[str, Any]:
-    """The trainer's values of the chosen layer; none leave it to its configuration."""
-    layer = best_layer(json.loads(layer_file(root).read_text()))
+    """The trainer's values for the chosen layer; empty if there is none, so that its configuration decides."""
+    layer = best_layer(_scores(root))
     return {} if layer is None else {"model.kv_layers": [layer]}
 
 
 def layer_table(root: Path) -> pandas.DataFrame:
     """The scores of all layers."""
-    scores = json.loads(layer_file(root).read_text())
+    scores = _scores(root)
     chosen = best_layer(scores)
     rows = [(layer, f"{score:.2f}", "yes" if layer == chosen else "") for layer, score in enumerate(scores)]
     return pandas.DataFrame(rows, columns=["layer", "score", "chosen"])

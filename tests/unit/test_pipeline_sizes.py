@@ -75,9 +75,8 @@ def test_a_target_that_is_too_large_for_a_gpu_is_shared() -> None:
 
 def test_stage_1_reads_the_layer_with_the_strongest_induction_heads() -> None:
     assert best_layer(layer_scores(load_pair("smollm2-135m", device="cpu")[0].model)) == 18, "see docs/reproduce.md"
-    attention = torch.zeros(1, 2, 8, 8)
-    attention[0, 1, range(4, 8), range(1, 5)] = 0.5  # from a token to what followed it before
-    assert prefix_matching(attention) == 0.5
+    heads = torch.stack([torch.eye(8), torch.eye(8).roll(3, 0)])  # the second attends to what followed a token before
+    assert prefix_matching(heads[None]) == 1
     assert best_layer([1, 0.1, 0.1, 0.9, 0.8, 1]) == 4 and best_layer([1, 0.1, 0.1, 0.9, 0.7, 1]) == 3
     assert best_layer([1, 1, 0.1, 0.1, 0.2, 1]) is None and best_layer([1, 1]) is None
 
@@ -135,7 +134,6 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
 ) -> None:
     """With absolute paths, because the trainer runs in another folder."""
     folder = make_chat_target(tmp_path / "target")
-    capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     command.main(["target", "--dry_run", "seed=7"])
     (file := tmp_path / "settings.yaml").write_text(capsys.readouterr().out)
@@ -161,6 +159,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
         ("--hours=nan", "error: --hours nan: must be a positive number"),
         ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
         ("--hours=2", "--hours: not with --config, which has all sizes; change them there or by key=value"),
+        ("--contexts=1024", "--contexts: not with --config"),
         ("--evaluate=smollm2-135m", "/drafts/smollm2-135m-instruct/config.json: a draft for a target with"),
         ("--evaluate=target", "/target: holds a target, and no draft; give the .pth file, folder or hub id of a draft"),
     ],
