@@ -61,7 +61,7 @@ class Simulation:
             self.controller.observe(Observed(np.arange(len(parts)), tokens, counts, parts))
             for trace, part in zip(self.traces, parts, strict=True):
                 trace.extend(part.tokens)
-            assert (own := self.controller).read == own.lengths.sum() and len(own.traces) == min(8, len(parts))
+            assert (own := self.controller).read == own.lengths.sum() and len(own.traces) == min(4, len(parts))
             self.played.append((chosen, counts.mean(), self.seconds[chosen]))
 
     def speed(self, first: int = 0) -> float:

@@ -3,6 +3,7 @@
 Given the table of times, the choice depends on past rounds only, so a seed always gives the same output.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
 """Accepted tokens of the smallest tree, and additional ones of more nodes, and of more levels once they are reached."""
 PRIOR_REACH = 0.5
 """Share of rounds in which the accepted path reaches the last level of a tree."""
-MOST_TRACED = 8
-"""Most rows on whose texts lookup is simulated, which takes some microseconds per token. They stand for all rows."""
+MOST_TRACED, MOST_COMPARED = 4, 8
+"""Most rows on whose texts lookup is simulated, which stand for all rows, and most rows whose trees are compared after a
+round, which take turns. A row takes the host tens of microseconds, and a round of a small target leaves little time."""
 PROBE_SHARE = 0.01
 """Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
 FIRST_LOSS = 2.0
@@ -110,6 +112,8 @@ class Controller:
         """Decisions for the rounds that were not observed yet."""
         self._next: Decision | None = None
         self._unlearned: list[tuple[Decision, Observed]] = []
+        self._learned = 0
+        """Number of rounds that were learned from."""
 
     def start(self, row: int, prompt: np.ndarray, first_token: int) -> None:
         """Make a row active after prefill. prompt: int64 [P]."""
@@ -200,7 +204,9 @@ class Controller:
             for row, trace in self.traces.items():
                 if (place := places.get(row)) is not None:
                     trace.extend(tokens[place, : text[place]].tolist())
-            self._compare_trees(decision.plan, parts)
+            turns = math.ceil(len(parts) / MOST_COMPARED) or 1
+            self._compare_trees(decision.plan, parts[self._learned % turns :: turns])
+            self._learned += 1
             if decision.probe_time:  # what it has lost is known now
                 expected, times, best = self._expected()
                 saved = float(counts[counts > 0].mean()) * times[best] / expected[best]
