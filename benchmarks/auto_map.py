@@ -2,7 +2,8 @@
 
 `python -m benchmarks.auto_map --model PAIR --prompts FILE.jsonl` prints a table, writes a picture, and prints one JSON
 line. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, as in `benchmarks.engines`. A batch decodes
-prompts of one context at a time; all rows generate the same number of tokens. tokens/s is that of decoding. Several
+prompts of one context at a time; all rows generate the same number of tokens. A cell has several batches, with fewer
+answers where prompts are long. tokens/s is that of decoding. The error of a ratio is a bootstrap over batches. Several
 GPUs can each take some cells, as by --temperatures, into a file of --rows; the files are then joined for the picture.
 """
 
@@ -14,6 +15,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -38,18 +40,18 @@ FIXED: dict[str, dict[str, Any]] = {
 METHODS = {**FIXED, AUTO: {"method": AUTO}}
 COLUMNS = {
     **{"temperature": "g", "context": "", "batch": "", **dict.fromkeys(METHODS, ".0f")},
-    **{"best": "", "over_vanilla": ".2f", "over_best": ".2f"},
+    **{"best": "", "over_vanilla": ".2f", "over_best": ".2f", "error": ".2f"},
 }
 """Entries of a row in the table, with their formats: the cell, tokens/s by method, and `auto` next to the others."""
-WARM_UP_TOKENS = 16
-SEED = 0
+LEAST_BATCHES = 2
+RESAMPLES, SEED = 1000, 0
 
 
 @reports_user_errors
 def main() -> None:
     options = parse_options()
     prompts = read_prompts(options.prompts)
-    run = {name: getattr(options, name) for name in ("model", "draft", "dtype", "tokens", "repeats")}
+    run = {name: getattr(options, name) for name in ("model", "draft", "dtype", "tokens", "answers")}
     stored = read_jsonl(options.rows) if options.rows else []
     rows = [row for row in stored if run.items() <= row.items()]
     measured = {(row["temperature"], row["context"], row["batch"]) for row in rows}
@@ -64,8 +66,9 @@ def main() -> None:
         pair = open_pair(PairOptions(options.model, options.draft, dtype=options.dtype), AUTO)
         device = device_name(pair.model.device)
         for temperature, context, batch in tqdm(missing, unit="cell"):
-            chosen = list(islice(cycle(prompts[context]), batch * options.repeats))
-            speeds = cell_speeds(pair, chosen, batch, options.tokens, temperature)
+            answers = min(options.answers, options.most_tokens // max(map(len, prompts[context])))
+            chosen = islice(cycle(prompts[context]), batch * max(LEAST_BATCHES, answers // batch))
+            speeds = cell_speeds(pair, list(chosen), batch, options.tokens, temperature)
             cell = {"device": device, "temperature": temperature, "context": context, "batch": batch}
             rows.append(run | cell | speeds)
             tqdm.write(json.dumps(rows[-1]))
@@ -85,23 +88,30 @@ def cell_speeds(
 
     The methods take turns at each batch.
     """
-    decoded = dict.fromkeys(METHODS, 0)
-    seconds = dict.fromkeys(METHODS, 0.0)
     batches = [list(prompts[start : start + batch]) for start in range(0, len(prompts), batch)]
-    for settings in METHODS.values():
-        pair.generate(batches[0], SamplingOptions(WARM_UP_TOKENS, temperature), eos_token_id=(), seed=SEED, **settings)
-    for number, own in enumerate(batches):
+    sampling = SamplingOptions(tokens, temperature)
+    measured: dict[str, list[tuple[int, float]]] = {name: [] for name in METHODS}
+    for number, own in enumerate([batches[0], *batches]):  # the first one warms up
         for name, settings in METHODS.items():
-            sampling = SamplingOptions(tokens, temperature)
             stats = pair.generate(own, sampling, eos_token_id=(), seed=SEED + number, **settings).stats
-            decoded[name] += stats.decoded_tokens
-            seconds[name] += stats.decode_s
+            if number:
+                measured[name].append((stats.decoded_tokens, stats.decode_s))
     gc.collect()
     torch.cuda.empty_cache()
-    speeds = {name: decoded[name] / seconds[name] for name in METHODS}
+    sums = {name: np.array(parts) for name, parts in measured.items()}
+    speeds = {name: speed(parts) for name, parts in sums.items()}
     best = max(FIXED, key=lambda name: speeds[name])
+    chance = np.random.default_rng(SEED)
+    samples = [chance.integers(len(batches), size=len(batches)) for _ in range(RESAMPLES)]
+    error = np.std([speed(sums[AUTO][sample]) / speed(sums[best][sample]) for sample in samples])
     ratios = {"over_vanilla": speeds[AUTO] / speeds["vanilla"], "over_best": speeds[AUTO] / speeds[best]}
-    return {"tokens_per_s": speeds, "best": best} | ratios
+    return {"tokens_per_s": speeds, "best": best} | ratios | {"error": float(error)}
+
+
+def speed(parts: np.ndarray) -> float:
+    """tokens/s. parts: fp64 [batches, 2], tokens and seconds."""
+    tokens, seconds = parts.sum(0)
+    return float(tokens / seconds)
 
 
 def parse_options() -> argparse.Namespace:
@@ -114,8 +124,8 @@ def parse_options() -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     add("--tokens", type=int, default=128, help="new tokens per answer")
-    add("--repeats", type=int, default=2, help="batches per cell")
-    add("--most_tokens", type=int, default=300_000, help="cells with more prompt tokens are left out")
+    add("--answers", type=int, default=32, help=f"per cell, but at least {LEAST_BATCHES} batches")
+    add("--most_tokens", type=int, default=300_000, help="most prompt tokens of a batch, and of the answers of a cell")
     add("--rows", type=Path, help="JSONL file that keeps the cells; those of an earlier run are not measured again")
     add("--picture", type=Path, help="PNG to write")
     return parser.parse_args()

@@ -24,8 +24,8 @@ PRIOR_FIRST_TREE, PRIOR_MORE_NODES, PRIOR_MORE_LEVELS = 1.3, 0.3, 0.6
 PRIOR_REACH = 0.5
 """Share of rounds in which the accepted path reaches the last level of a tree."""
 MOST_TRACED, MOST_COMPARED = 4, 8
-"""Most rows on whose texts lookup is simulated, which stand for all rows, and most rows whose trees are compared after a
-round, which take turns. A row takes the host tens of microseconds, and a round of a small target leaves little time."""
+"""Most rows on whose texts lookup is simulated, which stand for all rows. Most rows whose trees are compared after a
+round; rows take turns. A row takes the host tens of microseconds, and a round of a small target leaves little time."""
 PROBE_SHARE = 0.01
 """Largest share of the time that probes may lose. While no tree is played, only probes notice easier text."""
 FIRST_LOSS = 2.0
