@@ -45,7 +45,9 @@ def draw_map(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
             shown = [[values.get((context, batch), float("nan")) for batch in batches] for context in contexts]
             axes.imshow(shown, cmap="RdYlGn", vmin=low, vmax=high, aspect="auto")
             for (context, batch), value in values.items():
-                axes.text(batches.index(batch), contexts.index(context), f"{value:.2f}", ha="center", va="center")
+                is_dark = not 0.1 < (value - low) / (high - low) < 0.9
+                place, style = (batches.index(batch), contexts.index(context)), {"ha": "center", "va": "center"}
+                axes.text(*place, f"{value:.2f}", color="white" if is_dark else "black", **style)
             axes.set_xticks(range(len(batches)), map(str, batches))
             axes.set_yticks(range(len(contexts)), contexts)
             axes.set_xlabel("batch")
