@@ -48,12 +48,14 @@ def answer_all(
     attention: str = "auto",
     compile: bool = True,
     window: int | None = None,
+    longest: int = 0,
 ) -> GenerationStats:
     """Answer requests, `max_rows` at a time or as many as fit into memory. A row that ends goes to the next request.
     max_rows: None answers all as one batch, whose prompts are read before the first round; else all rows have room for
     the longest request. drafting: checked settings. window: number of successive requests of which the longest starts
-    first; None for all. Returns the counts and times of all; `ttft_s` is then the time of prefill. Raises UserError,
-    with the number of the request, for one that cannot be answered."""
+    first; None for all. longest: tokens that a row has room for at least; calls with equal room share kernels and the
+    idle batch. Returns the counts and times of all; `ttft_s` is then the time of prefill. Raises UserError, with the
+    number of the request, for one that cannot be answered."""
     if not requests or listener.is_stopped():
         return GenerationStats()
     start, together, order = time.perf_counter(), max_rows is None, list(range(len(requests)))
@@ -65,7 +67,7 @@ def answer_all(
     settings = EngineSettings(
         drafting,
         rows,
-        longest=max(request.longest for request in requests),
+        longest=max(longest, *(request.longest for request in requests)),
         prefill_chunk=PREFILL_TOKENS,
         attention=attention,
         compile=compile,

@@ -9,14 +9,20 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from longspec import generate, load_pair
+from longspec import load_pair
 from longspec.data.prompts import loops
 from longspec.errors import UserError
+from longspec.inference.answering import Listener, answer_all
+from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.device import choose_device, device_name, versions
+from longspec.inference.generate import make_requests
+from longspec.inference.methods import Drafting
 from longspec.inference.options import WITHOUT_FILE
+from longspec.inference.sampling import row_seed
 from longspec.jobs.job import Count, ResumableJob
 from longspec.models.content import state_digest
 from longspec.models.draft_files import load_draft
+from longspec.models.target_files import position_limit
 from longspec.pipeline.cells import Cell, SampleFile, cells, prompt_digest
 from longspec.pipeline.files import claim
 from longspec.pipeline.forced import forced_acceptance
@@ -33,6 +39,8 @@ FACTS = "settings.json"
 HEAD_TOKENS = 48
 """First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
 WARM_UP_TOKENS = 16
+BARE_QUESTION = 256
+"""Tokens of a prompt of context 0 that rows have room for."""
 FIGURES = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
 """Statistics of `generate` in a sample."""
 
@@ -82,8 +90,9 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     decoder = Decoder(settings.target, _draft(settings, root), replicas.device(None))
     samples = SampleFile(folder, replicas.rank)
     samples.start()
-    # All methods of a task and context run on the same device, because they are compared.
-    grid = cells(settings.evaluation, root)
+    # All methods of a task and context run on the same device, because they are compared. Tasks of a context follow one
+    # another, because they share kernels.
+    grid = sorted(cells(settings.evaluation, root), key=lambda cell: cell.context)
     groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
     total = sum(len(cell.prompts) for cell in chain(*groups))
     done = total - sum(len(samples.missing(cell)) for cell in chain(*groups))
@@ -149,17 +158,29 @@ class Decoder:
 
     def warm_up(self, cell: Cell) -> None:
         """Generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes."""
-        tokens = min(WARM_UP_TOKENS, cell.max_new_tokens)
-        self._generate(cell, self._ids(cell, cell.prompts[0]), 0, max_new_tokens=tokens, eos_token_id=())
+        self._generate(cell, self._ids(cell, cell.prompts[0]), 0, warms_up=True)
 
     def _ids(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:
         return shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)
 
-    def _generate(self, cell: Cell, ids: list[int], seed: int, **changes: Any) -> tuple[list[int], dict[str, Any]]:
-        """The new tokens, and figures of their decoding."""
-        method = cell.method
-        options = {name: getattr(method, name) for name in ("tree_shape", "tree_nodes", "lookup_branches", "gamma")}
-        options |= {"method": method.kind, "max_new_tokens": cell.max_new_tokens, "temperature": cell.temperature}
-        output = generate(self.model, [ids], seed=seed, **WITHOUT_FILE, **options | changes)
-        figures = asdict(output.stats)
-        return output.new_tokens[0].tolist(), {name: figures[name] for name in FIGURES}
+    def _generate(
+        self, cell: Cell, ids: list[int], seed: int, warms_up: bool = False
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The new tokens, which are those of `longspec.generate`, and figures of their decoding."""
+        method, most, answer = cell.method, cell.max_new_tokens, list[int]()
+        options = {name: getattr(method, name) for name in ("tree_shape", "gamma", "tree_nodes", "lookup_branches")}
+        drafting = checked_drafting(self.model, Drafting(method.kind, **options), False)
+        tokens, eos_ids = (min(WARM_UP_TOKENS, most), ()) if warms_up else (most, end_tokens(self.model))
+        sampling = cell.temperature, 1.0, 0
+        requests = make_requests(self.model, [ids], [row_seed(seed, 0)], WITHOUT_FILE, eos_ids, tokens, *sampling)
+        stats = answer_all(
+            self.model,
+            drafting,
+            requests,
+            None,
+            Listener(lambda _, event: answer.extend(event.ids), in_blocks=True),
+            # Equal for the prompts of a context, because kernels are compiled for sizes.
+            longest=min(max(cell.context, BARE_QUESTION) + most, position_limit(self.model.config)),
+        )
+        figures = asdict(stats)
+        return answer, {name: figures[name] for name in FIGURES}

@@ -3,6 +3,8 @@
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas
@@ -17,14 +19,19 @@ from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.static_batch import StaticBatch
+from longspec.inference.engine_pool import release
+from longspec.inference.options import WITHOUT_FILE
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
 from longspec.models.glide import GlideMixin
 from longspec.pipeline import report
+from longspec.pipeline.cells import Cell
+from longspec.pipeline.evaluation import Decoder
 from longspec.pipeline.forced import forced_acceptance, path_probabilities
 from longspec.pipeline.report import by_context, by_method, same_text
 from longspec.pipeline.run import verdict
 from longspec.pipeline.samples import Samples, pooled, speed_ratio
+from longspec.pipeline.settings import MethodSettings
 
 
 def line(method: str = "tree", number: int = 0, **changes: object) -> dict:
@@ -185,6 +192,21 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
     short, long = lookup([[1, 2], repeated], [[2] * 9, repeated])
     assert long["decoded_tokens"] == 4 * long["rounds"] and not long["bound"]
     assert [short] == list(lookup([[1, 2]], [[2] * 9])), "a shorter prompt's padding shows nothing of its answer"
+
+
+def test_prompts_of_a_context_are_decoded_as_by_generate_in_one_batch(tmp_path: Path) -> None:
+    """Each size of batch costs a compilation."""
+    decoder: Any = Decoder.__new__(Decoder)
+    prompts = [{"id": str(n), "ids": [*range(5, 25)] * n} for n in (1, 12)]
+    decoder.model = model = make_pair(tmp_path)
+    decoder.text = SimpleNamespace(prompt_ids=lambda record: record["ids"])
+    cell = Cell("chat", 0, MethodSettings("lookup", prompts=2), 1.0, 20, tuple(prompts))
+    samples = list(decoder.samples(cell, prompts, None))
+    assert release(model) == 1
+    for sample, prompt in zip(samples, prompts, strict=True):
+        own: dict[str, Any] = {"seed": cell.prompt_seed(prompt["id"]), "temperature": 1.0, "max_new_tokens": 20}
+        tokens = generate(model, [prompt["ids"]], method="lookup", **own, **WITHOUT_FILE).new_tokens[0]
+        assert sample["token_ids"] == tokens.tolist()
 
 
 def test_the_bound_sums_the_targets_probabilities_over_paths() -> None:
