@@ -148,7 +148,7 @@ class Decoder:
             }
 
     def warm_up(self, cell: Cell) -> None:
-        """Generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes."""
+        """Generate a few tokens without stopping at EOS, to compile kernels and measure rounds."""
         tokens = min(WARM_UP_TOKENS, cell.max_new_tokens)
         self._generate(cell, self._ids(cell, cell.prompts[0]), 0, max_new_tokens=tokens, eos_token_id=())
 
