@@ -157,7 +157,7 @@ class Decoder:
             }
 
     def warm_up(self, cell: Cell) -> None:
-        """Generate a few tokens without stopping at EOS, to compile kernels and choose tree shapes."""
+        """Generate a few tokens without stopping at EOS, to compile kernels and measure rounds."""
         self._generate(cell, self._ids(cell, cell.prompts[0]), 0, warms_up=True)
 
     def _ids(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:

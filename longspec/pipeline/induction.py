@@ -1,9 +1,9 @@
 """The target layer that the draft reads besides the last one, chosen by the target's induction heads.
 
 A layer with an induction head has keys that say what comes before a token, so that a query for a token finds what
-followed it earlier in the text. The draft's own attention can use these keys alike. The score of a layer is the
-prefix-matching score of its best head (Olsson et al. 2022, "In-context Learning and Induction Heads"): on random tokens
-that are repeated, the mean attention from a token to the one that followed its first occurrence, 0 to 1.
+followed it earlier in the text. The draft's own attention can use these keys in the same way. The score of a layer is
+the prefix-matching score of its best head (Olsson et al. 2022, "In-context Learning and Induction Heads"): on random
+tokens that are repeated, the mean attention from a token to the one that followed its first occurrence, 0 to 1.
 
 The rule of `best_layer` was made for two targets, in which it finds the layer that helps a draft most in trainings
 (docs/draft.md). It has not been tested on others.

@@ -126,7 +126,7 @@ def _for_target(target: Target, machine: Machine, contexts: int, text: Sequence[
             run.processes = 2 if 2 * (target.bytes + batch) < TIGHT * machine.memory else 1
     for number, stage in enumerate(recipe.training.stages.values()):
         _fit_stage(stage, number, target, machine, longest if number else min(ROW, longest))
-    # Others are read at three fifths of their depth, as the trainer's recipe says.
+    # Otherwise the draft reads the layer at three fifths of the depth, as the trainer's recipe says.
     recipe.training.choose_layer = tp_size == 1 and target.config.num_hidden_layers > 4
     _fit_evaluation(recipe, last)
     if own:

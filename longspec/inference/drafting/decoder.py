@@ -1,4 +1,4 @@
-"""The interface of a draft in decoding, and the decoders of the draft architectures by name."""
+"""The interface of a draft in decoding."""
 
 from copy import copy
 from typing import NamedTuple, Self
