@@ -14,11 +14,11 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Adds the default to the help of an option, unless the text names it or there is none. Keeps line breaks of the
-    examples."""
+    """Adds the default to the help of an option with a value, unless the text names it or there is none. Keeps line
+    breaks of the examples."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        is_told = action.default in (None, ()) or action.default is False or "default:" in (action.help or "")
+        is_told = action.default in (None, ()) or action.nargs == 0 or "default:" in (action.help or "")
         return action.help if is_told else super()._get_help_string(action)
 
 
