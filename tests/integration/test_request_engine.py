@@ -65,6 +65,25 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
     assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 64, 64]
 
 
+def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin) -> None:
+    """Also where a chunk has no room for all idle rows, whose answers ended in another order. Each prompt is read in
+    one pass, although the rest of a chunk has room for a part of it, and none waits for a short prefix."""
+    settings = EngineSettings(VANILLA, 32, longest=110, kind=GREEDY_KIND, refill=16, prefill_chunk=735)
+    engine = RequestEngine(model, settings)
+    read, passes = engine.batch.read_prompts, []
+
+    def noted(rows: slice, chunks: Any, start: int) -> Any:
+        passes.append({len(chunk) for chunk in chunks})
+        return read(rows, chunks, start)
+
+    engine.batch.read_prompts = noted  # type: ignore[method-assign]
+    for number in range(90):
+        engine.add(Request([1, 2, 3, 4, 5, 6, 0] * 10, 2 + number * 7 % 32), lambda event: None)
+    while engine.step():
+        pass
+    assert passes == [{70}] * len(passes) and len(passes) <= 12
+
+
 def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory for two long rows, all requests get their tokens on as many rows."""
     rows: list[int] = []

@@ -87,6 +87,10 @@ class Rows:
         row.job = None
         self.idle.append(row)
 
+    def sort_idle(self) -> None:
+        """Put the idle rows in order of number, in which requests without a prefix to reuse take them."""
+        self.idle = deque(sorted(self.idle, key=lambda row: row.number))
+
     def swap(self, a: Row, b: Row) -> None:
         a.number, b.number = b.number, a.number
         self._rows[a.number], self._rows[b.number] = a, b

@@ -61,7 +61,9 @@ class Worker:
         start = time.perf_counter()
         if self.intake.refill > 1 and self.intake.is_due() and min(len(self.intake.waiting), len(self.rows.idle)) > 1:
             running = self.rows.running()
-            self._move_together(running, len(running))  # idle rows next to each other are read in one pass
+            # Rows next to each other are read in one pass, also where the next requests take some of the idle ones.
+            self._move_together(running, len(running))
+            self.rows.sort_idle()
         for outcomes in self.intake.read():
             for outcome in outcomes:
                 self._begin(outcome)
