@@ -4,7 +4,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.answering import Conversation, Listener, answer_all
 from longspec.inference.drafting.tree import TreeDrafter
+from longspec.inference.engine import backlog
 from longspec.inference.engine.prefill import PREFILL_TOKENS
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request, Tokens
@@ -67,21 +68,25 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
 
 def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin) -> None:
     """Also where a chunk has no room for all idle rows, whose answers ended in another order. Each prompt is read in
-    one pass, although the rest of a chunk has room for a part of it, and none waits for a short prefix."""
-    settings = EngineSettings(VANILLA, 32, longest=110, kind=GREEDY_KIND, refill=16, prefill_chunk=735)
+    one pass, although the rest of a chunk has room for a part of it, and none waits for a short prefix. In blocks, the
+    next round does not wait for the clients of first tokens."""
+    settings = EngineSettings(VANILLA, 32, longest=110, kind=GREEDY_KIND, refill=16, prefill_chunk=735, in_blocks=True)
     engine = RequestEngine(model, settings)
-    read, passes = engine.batch.read_prompts, []
+    read, play, passes, log = engine.batch.read_prompts, engine.batch.play, [], list[str]()
 
     def noted(rows: slice, chunks: Any, start: int) -> Any:
         passes.append({len(chunk) for chunk in chunks})
+        log.append("pass")
         return read(rows, chunks, start)
 
     engine.batch.read_prompts = noted  # type: ignore[method-assign]
+    engine.batch.play = lambda *key: (log.append("round"), play(*key))[1]  # type: ignore[method-assign]
     for number in range(90):
-        engine.add(Request([1, 2, 3, 4, 5, 6, 0] * 10, 2 + number * 7 % 32), lambda event: None)
+        engine.add(Request([1, 2, 3, 4, 5, 6, 0] * 10, 2 + number * 7 % 32), lambda event: log.append("event"))
     while engine.step():
         pass
     assert passes == [{70}] * len(passes) and len(passes) <= 12
+    assert "event" in log and ("pass", "event") not in pairwise(log)
 
 
 def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +170,7 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
     stops = [frozenset({0, 5}), frozenset({6})]
     requests = [Request([1 + n % 5] * (3 + n), 5 + 41 * (n % 5), stop_ids=stops[n % 2]) for n in range(11)]
     cancelled = Request([2, 4, 1], 2000)
+    monkeypatch.setattr(backlog, "ROUNDS", 64)
     answers: list[list[list[Event]]] = []
     plans, counts = [], []
     ended: list[list[int]] = []

@@ -118,13 +118,13 @@ class Roster(NamedTuple):
     @classmethod
     def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
-        requests = [row.ticket.request for row in running]
+        requests = [row.job.request for row in running if row.job is not None]  # all, and faster than `ticket`
         numbers = np.array([row.number for row in running], dtype=np.int64)
         mode = Mode(
             batch.depth > 0 and any(request.speculate for request in requests),
             batch.kind_of([request.sampling for request in requests]),
             details=batch.details,
-            scores=any(request.alternatives for request in requests),
+            scores=batch.details and any(request.alternatives for request in requests),
         )
         return cls(
             running,
@@ -133,7 +133,7 @@ class Roster(NamedTuple):
             [row.last_used for row in running],
             batch.size_for(int(numbers.max(initial=0)) + 1),
             mode,
-            any(request.trace for request in requests),
+            batch.details and any(request.trace for request in requests),
             any(request.sampling.seed is not None and not request.sampling.greedy for request in requests),
         )
 

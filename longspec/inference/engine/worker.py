@@ -71,7 +71,7 @@ class Worker:
         prefill_s = time.perf_counter() - start
         self.counts.prefill_s += prefill_s
         self._since += prefill_s
-        if len(self.clients.waiting) > events:
+        if len(self.clients.waiting) > events and not self.in_blocks:
             self.clients.deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         if self._roster is None:
             # Rounds run over the first rows, so one row with a high number would make them as large as the batch.
