@@ -184,6 +184,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def _grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """The n-gram at each place of a text that has one."""
     return list(zip(*(tokens[start:] for start in range(LOOP_NGRAM)), strict=False))
 
 

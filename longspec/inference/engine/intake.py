@@ -64,7 +64,7 @@ class Intake:
         what each pass ends."""
         budget = self.chunk
         # Where rows are refilled together, the rest of a chunk would go to passes over a few tokens of few rows.
-        least = self.chunk // 2 if self.refill > 1 else 1
+        least = (self.chunk + 1) // 2 if self.refill > 1 else 1
         while budget >= least:
             self._admit()
             if not self.reading:

@@ -43,7 +43,7 @@ class Rows:
         self._rows = [Row(number, number) for number in range(count)]
         self._least_shared = least_shared
         self.idle = deque(self._rows)
-        """Rows without a request, the one that was unused for the longest time first."""
+        """Rows without a request, the one that was unused for the longest time first, unless they are sorted."""
         self._releases = 0
 
     def __getitem__(self, number: int) -> Row:
