@@ -14,12 +14,12 @@ from longspec.cli.app import main
 from longspec.errors import UserError
 from longspec.inference.engine.batch import Batch
 from longspec.longbench import measurement
-from longspec.regenerate.writer import Writer
+from longspec.regenerate.shards import SplitShards
 
 FUNCTIONS: dict[str, tuple[Any, str]] = {
     "evaluate": (measurement, "sample_line"),
     "generate": (PromptRun, "line"),
-    "regenerate": (Writer, "_records"),
+    "regenerate": (SplitShards, "write"),
     "shared": (Batch, "first_tokens"),
 }
 """The function of each command that does a unit of work."""

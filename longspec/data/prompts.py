@@ -177,10 +177,15 @@ def prompt_key(record: Record) -> bytes:
 def loops(tokens: Sequence[int]) -> bool:
     """Whether a text is a repetition loop, as a whole or at its end."""
     for part in (tokens, tokens[-LOOP_TAIL:]):
-        grams = [tuple(part[start : start + LOOP_NGRAM]) for start in range(len(part) - LOOP_NGRAM + 1)]
+        grams = _grams(part)
         if len(set(grams)) < LOOP_SHARE * len(grams):  # a loop repeats the same few n-grams
             return True
     return False
+
+
+def _grams(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """The n-gram at each place of a text that has one."""
+    return list(zip(*(tokens[start:] for start in range(LOOP_NGRAM)), strict=False))
 
 
 def up_to_last_sentence(text: str) -> str:
@@ -192,6 +197,6 @@ def up_to_last_sentence(text: str) -> str:
 
 def before_loop(tokens: list[int]) -> list[int]:
     """A looping text up to the end of the last n-gram that occurs in it for the first time."""
-    grams = [tuple(tokens[start : start + LOOP_NGRAM]) for start in range(len(tokens) - LOOP_NGRAM + 1)]
+    grams = _grams(tokens)
     last_new = next(reversed(dict.fromkeys(grams)))
     return tokens[: grams.index(last_new) + LOOP_NGRAM]

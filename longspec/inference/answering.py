@@ -199,11 +199,11 @@ class _Run:
             self.failures.append(error)
 
     def _take_tokens(self, number: int, event: Tokens) -> None:
-        kept, own = self.listener.take(number, event), self.figures[number]
+        kept, own, ticket = self.listener.take(number, event), self.figures[number], self.tickets[number]
         count = len(event.ids) if kept is None else kept
         if not own.row_rounds:
             # Prefill chooses the first token.
-            own.ttft_s = time.perf_counter() - self.tickets[number].started
+            own.ttft_s = ticket.first_token - ticket.started
             own.row_rounds, own.accepted_by_depth = [0], [0] * self.engine.batch.depth
         else:
             # A round ends with the target's own token, unless the answer ends before it.
@@ -212,7 +212,7 @@ class _Run:
             for depth in range(count - event.origins[:count].count("target")):
                 own.accepted_by_depth[depth] += 1
         if kept is not None:
-            self.engine.cancel(self.tickets[number])
+            self.engine.cancel(ticket)
             self._end(number)
 
     def _end(self, number: int) -> None:

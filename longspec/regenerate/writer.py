@@ -47,6 +47,13 @@ class _Shard:
     requests: list[Request] = field(default_factory=list)
     """Those for user turns while the target writes them, then those for answers to `prompts`."""
     answers: list[list[int]] = field(default_factory=list)
+    outcomes: list[Any] = field(default_factory=list)
+    """What became of each complete answer: a prompt or a record, or the reason to drop it."""
+
+    def kept(self, use: str) -> list[Any]:
+        """The outcomes in order, without the reasons, which are counted. use: of the answers."""
+        self.dropped.update(f"{use}: {outcome}" for outcome in self.outcomes if isinstance(outcome, str))
+        return [outcome for outcome in self.outcomes if not isinstance(outcome, str)]
 
 
 class Writer:
@@ -92,27 +99,30 @@ class Writer:
             progress(len(shard.rows) - len(shard.requests))  # dropped without an answer
             if not shard.requests:
                 done(shard.number, [], shard.dropped)
-        owners = [shard for shard in shards for _ in shard.requests]
-        left = Counter(shard.number for shard in owners)
+        left = {shard.number: len(shard.requests) for shard in shards}
 
-        def finish(number: int) -> None:
-            shard = owners[number]
+        def finish(shard: _Shard, row: int) -> None:
+            shard.outcomes[row] = self._record(shard.prompts[row], shard.requests[row], shard.answers[row])
             progress(1)
             left[shard.number] -= 1
             if not left[shard.number]:
-                done(shard.number, self._records(shard), shard.dropped)
+                done(shard.number, shard.kept("answers"), shard.dropped)
 
         self._answer(shards, finish, self.settings.shard_size)
 
-    def _answer(self, shards: Sequence[_Shard], finish: Callable[[int], object], window: int | None = None) -> None:
-        """Answer the requests of all shards. finish: called with the number of each complete answer."""
+    def _answer(
+        self, shards: Sequence[_Shard], finish: Callable[[_Shard, int], object], window: int | None = None
+    ) -> None:
+        """Answer the requests of all shards. finish: called with the shard and the number of each complete answer,
+        while the device decodes others."""
         requests = [request for shard in shards for request in shard.requests]
-        answers = [answer for shard in shards for answer in shard.answers]
+        owners = [(shard, row) for shard in shards for row in range(len(shard.requests))]
 
         def take(number: int, event: Tokens) -> None:
-            answers[number] += event.ids
+            shard, row = owners[number]
+            shard.answers[row] += event.ids
 
-        listener = Listener(take, lambda number, stats: finish(number), in_blocks=True)
+        listener = Listener(take, lambda number, stats: finish(*owners[number]), in_blocks=True)
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
 
     def _write_turns(self, shards: Sequence[_Shard]) -> None:
@@ -120,19 +130,25 @@ class Writer:
         for shard in shards:
             asked = [(self.turn_opening, TURN_TEMPERATURE)] * len(shard.rows)
             self._request(shard, "turns", asked, self.settings.max_turn_tokens, self.turn_stop_ids)
-        self._answer(shards, finish=lambda number: None)
+
+        def finish(shard: _Shard, row: int) -> None:
+            shard.outcomes[row] = self._prompt(shard.rows[row], shard.answers[row])
+
+        self._answer(shards, finish)
         for shard in shards:
-            for row, answer in zip(shard.rows, shard.answers, strict=True):
-                content, reason = self._text(answer, self.turn_stop_ids), self._defect(answer, self.turn_stop_ids)
-                if not reason and answer[-1] not in self.turn_stop_ids:
-                    content = up_to_last_sentence(content)
-                    reason = None if content else "cut off"
-                if reason:
-                    shard.dropped[f"user turns: {reason}"] += 1
-                    continue
-                turns: list[Turn] = [{"role": "user", "content": content}]
-                text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
-                shard.prompts.append(SourcePrompt(f"{self.settings.split}-{row}", turns, text))
+            shard.prompts = shard.kept("user turns")
+
+    def _prompt(self, row: int, answer: list[int]) -> SourcePrompt | str:
+        """A prompt whose user turn the target wrote, or the reason to drop it."""
+        content, reason = self._text(answer, self.turn_stop_ids)
+        if not reason and answer[-1] not in self.turn_stop_ids:
+            content = up_to_last_sentence(content)
+            reason = None if content else "cut off"
+        if reason:
+            return reason
+        turns: list[Turn] = [{"role": "user", "content": content}]
+        text = conversation_text(turns, self.family, self.tokenizer, self.settings.chat_format)
+        return SourcePrompt(f"{self.settings.split}-{row}", turns, text)
 
     def _begin_answers(self, shard: _Shard) -> None:
         """Keep the prompts that can be answered."""
@@ -161,40 +177,35 @@ class Writer:
             sampling = replace(self.settings.sampling(temperature, penalties), seed=row_seed(seed, row))
             shard.requests.append(Request(prompt, limit, sampling, frozenset(stop_ids)))
         shard.answers = [[] for _ in shard.requests]
+        shard.outcomes = [None] * len(shard.requests)
 
-    def _records(self, shard: _Shard) -> list[Record]:
-        """The records of the answers that are kept."""
-        records = []
-        for prompt, request, answer in zip(shard.prompts, shard.requests, shard.answers, strict=True):
-            reason = self._defect(answer, self.stop_ids)
-            if reason == "loops":  # the start is still good training text
-                answer = before_loop([token for token in answer if token not in self.stop_ids])
-                reason = "loops" if len(answer) < LEAST_START else self._defect(answer, self.stop_ids)
-            if reason:
-                shard.dropped[f"answers: {reason}"] += 1
-                continue
-            record = answered(
-                prompt,
-                self._text(answer, self.stop_ids),
-                temperature=request.sampling.temperature,
-                finished=answer[-1] in self.stop_ids,
-                new_tokens=len(answer),
-            )
-            records.append(record)
-        return records
+    def _record(self, prompt: SourcePrompt, request: Request, answer: list[int]) -> Record | str:
+        """The record of an answer, or the reason to drop it."""
+        text, reason = self._text(answer, self.stop_ids)
+        if reason == "loops":  # the start is still good training text
+            answer = before_loop([token for token in answer if token not in self.stop_ids])
+            if len(answer) >= LEAST_START:
+                text, reason = self._text(answer, self.stop_ids)
+        if reason:
+            return reason
+        return answered(
+            prompt,
+            text,
+            temperature=request.sampling.temperature,
+            finished=answer[-1] in self.stop_ids,
+            new_tokens=len(answer),
+        )
 
-    def _defect(self, answer: list[int], stop_ids: list[int]) -> str | None:
-        """The reason to drop a text; None for a good one."""
+    def _text(self, answer: list[int], stop_ids: list[int]) -> tuple[str, str | None]:
+        """The text of an answer, and the reason to drop it, if there is one."""
         # A special token inside a text would end or open a turn where the text is trained on.
-        if (self.special_ids - set(stop_ids)) & set(answer):
-            return "special tokens"
+        if not (self.special_ids - set(stop_ids)).isdisjoint(answer):
+            return "", "special tokens"
         if loops(answer):
-            return "loops"
-        return None if self._text(answer, stop_ids) else "empty"
-
-    def _text(self, answer: list[int], stop_ids: list[int]) -> str:
+            return "", "loops"
         # The stop token comes from the chat format again.
         tokens = answer[:-1] if answer[-1] in stop_ids else answer
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         # A text that reached its limit may end inside a character.
-        return text.rstrip("\ufffd") if text.strip() else ""
+        text = text.rstrip("\ufffd") if text.strip() else ""
+        return text, None if text else "empty"

@@ -27,7 +27,6 @@ from longspec.regenerate.command import main
 from longspec.regenerate.run import regenerate
 from longspec.regenerate.settings import Settings, shard_seed
 from longspec.regenerate.shards import SplitShards
-from longspec.regenerate.writer import Writer
 
 
 @pytest.fixture(scope="module")
@@ -175,17 +174,16 @@ def test_a_stopped_command_says_how_to_go_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whole shards stay, of few prompts by default, and the rest is written later as if nothing had happened."""
-    records, calls = Writer._records, []
+    write = SplitShards.write
 
-    def stop(self: Writer, shard: Any) -> list[dict]:
-        calls.append(None)
-        if len(calls) == 2:
+    def stop(shards: SplitShards, *rest: Any) -> None:
+        if any(shards.folder.glob("shard-*")):
             os.kill(os.getpid(), signal.SIGINT)
-        return records(self, shard)
+        write(shards, *rest)
 
     line = ["--target", str(target), "--count", "200", "--max_new_tokens", "6", "--max_turn_tokens", "48"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(Writer, "_records", stop)
+        patch.setattr(SplitShards, "write", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")

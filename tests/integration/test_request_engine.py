@@ -4,7 +4,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     return make_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB)
 
 
+def note_passes(engine: RequestEngine, log: list[Any]) -> None:
+    """Log the numbers of tokens that each pass reads of its prompts."""
+    read = engine.batch.read_prompts
+
+    def noted(rows: slice, chunks: Any, start: int) -> Any:
+        log.append([len(chunk) for chunk in chunks])
+        return read(rows, chunks, start)
+
+    engine.batch.read_prompts = noted  # type: ignore[method-assign]
+
+
 def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideMixin) -> None:
     long = [1, 2, 3, 4, 5] * 20
     prompts = [[1, 2], [3] * 9, [4, 5, 6], long, [*long, 6], [*long, 2]]
     engine = RequestEngine(model, EngineSettings(VANILLA, 6, memory=2**27, prefill_chunk=256))
-    read, passes = engine.batch.read_prompts, []
-
-    def noted(rows: slice, chunks: Any, start: int) -> Any:
-        passes.append([len(chunk) for chunk in chunks])
-        return read(rows, chunks, start)
-
-    engine.batch.read_prompts = noted  # type: ignore[method-assign]
+    note_passes(engine, passes := [])
     answers: list[list[Event]] = [[] for _ in prompts]
     tickets = [engine.add(Request(prompt, 5), take.append) for prompt, take in zip(prompts, answers, strict=True)]
     while engine.step():
@@ -63,6 +68,22 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
     for prompt, events in zip(prompts, answers, strict=True):
         assert ids(events) == target_greedy(model, torch.tensor(prompt), 5)
     assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 64, 64]
+
+
+def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin) -> None:
+    """Prompts as a whole, and not after a short prefix. In blocks, no round waits for the clients of first tokens."""
+    settings = EngineSettings(VANILLA, 32, longest=110, kind=GREEDY_KIND, refill=16, prefill_chunk=735, in_blocks=True)
+    engine = RequestEngine(model, settings)
+    note_passes(engine, log := [])
+    for number in range(90):
+        engine.add(Request([1, 2, 3, 4, 5, 6, 0] * 10, 2 + number * 7 % 32), log.append)
+    play = engine.batch.play
+    engine.batch.play = lambda *key: log.append(0) or play(*key)  # type: ignore[method-assign]
+    while engine.step():
+        pass
+    passes = [{*entry} for entry in log if isinstance(entry, list)]
+    assert passes == [{70}] * len(passes) and len(passes) <= 12
+    assert (list, Tokens) not in pairwise(map(type, log))
 
 
 def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +167,7 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
     stops = [frozenset({0, 5}), frozenset({6})]
     requests = [Request([1 + n % 5] * (3 + n), 5 + 41 * (n % 5), stop_ids=stops[n % 2]) for n in range(11)]
     cancelled = Request([2, 4, 1], 2000)
+    monkeypatch.setattr("longspec.inference.engine.backlog.ROUNDS", 64)
     answers: list[list[list[Event]]] = []
     plans, counts = [], []
     ended: list[list[int]] = []
@@ -244,11 +266,3 @@ def check_row(model: GlideMixin, engine: StaticBatch, oracle: Oracle, b: int, re
     ring = oracle.drafter.draft.cache
     for store, expected in zip((ring.keys, ring.values), model.draft_model.keys_values(embeddings, rope), strict=True):
         torch.testing.assert_close(store[b][:, positions % WINDOW], expected[0], rtol=1e-5, atol=1e-5)
-
-
-def test_draft_cache_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
-    short, long = (TreeDrafter(Runner(model), 1, SHAPE, GREEDY, "descend") for _ in range(2))
-    short.start(torch.zeros(1, 3, dtype=torch.long), torch.tensor([3]))
-    long.start(torch.zeros(1, 3000, dtype=torch.long), torch.tensor([3000]))
-    assert short.draft.cache.keys.shape == long.draft.cache.keys.shape == (1, 2, WINDOW + 1 + sum(SHAPE), 8)

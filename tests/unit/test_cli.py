@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import typer
 from pairs import save_target
 from typer.testing import CliRunner
 
@@ -139,11 +138,6 @@ def test_training_runs_on_the_visible_devices(monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     result = CliRunner().invoke(console.app, [*given, "3"])
     assert isinstance(result.exception, UserError) and "--num_gpus: 3" in str(result.exception) and not result.stdout
-
-
-def test_completion_knows_the_configurations() -> None:
-    config = typer.main.get_command(console.app).commands["train"].params[0]  # type: ignore[attr-defined]
-    assert [item.value for item in config.shell_complete(None, "your")] == ["your-model"]
 
 
 def test_split_writes_a_folder_per_rank(tmp_path: Path) -> None:

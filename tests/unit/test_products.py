@@ -21,7 +21,7 @@ from longspec.kernels.torch.vocabulary import OUTSIDE
 from longspec.kernels.triton import skinny_product as skinny
 from longspec.kernels.triton.compaction import compact
 from longspec.kernels.triton.divergence import terms_and_gradient
-from longspec.kernels.triton.elementwise import embed, rms_norm, swiglu
+from longspec.kernels.triton.elementwise import rms_norm, swiglu
 from longspec.kernels.triton.layers import TritonStream, linear
 from longspec.kernels.triton.logit_statistics import log_sum_exp
 from longspec.kernels.triton.skinny_product import split_product
@@ -131,12 +131,6 @@ def test_rms_norm_equals_transformers(width: int, dtype: torch.dtype, device: st
     tolerance = ROUNDED[dtype]
     torch.testing.assert_close(reference.rms_norm(x, norm.weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(rms_norm(x, norm.weight, 1e-5), expected, rtol=tolerance, atol=tolerance)
-
-
-def test_embed_is_indexing(device: str) -> None:
-    table = random(7, 1500).to(device, torch.float16)
-    index = torch.tensor([[6, 0, 3], [3, 1, 6]], device=device)[:, :2]
-    assert torch.equal(embed(table, index), table[index])
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDED))

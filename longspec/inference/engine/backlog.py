@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-ROUNDS = 64
+ROUNDS = 256
 """Rounds whose tokens wait."""
 
 

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 LEAST_SHARED = 64
 """Tokens of a prefix for which a request waits until another row has read them."""
+LEAST_COPIED = 256
+"""The same where rows are refilled together, which reuse no shorter prefix: it is read in less time than the rest of a
+prompt in a pass of its own."""
 
 
 class Outcome(NamedTuple):
@@ -48,6 +51,7 @@ class Intake:
         self.chunk = PREFILL_TOKENS if chunk is None else chunk
         """Most tokens of a pass."""
         self.refill = refill
+        self.least_shared = LEAST_SHARED if refill == 1 else LEAST_COPIED
         self.waiting: deque[Ticket] = deque()
         """Requests without a row. Other threads add some."""
         self.reading: list[Row] = []
@@ -59,7 +63,9 @@ class Intake:
         """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them. Yields
         what each pass ends."""
         budget = self.chunk
-        while budget > 0:
+        # Where rows are refilled together, the rest of a chunk would go to passes over a few tokens of few rows.
+        least = (self.chunk + 1) // 2 if self.refill > 1 else 1
+        while budget >= least:
             self._admit()
             if not self.reading:
                 return
@@ -131,11 +137,14 @@ class Intake:
 
     def _is_read(self, prompt: np.ndarray) -> bool:
         """Whether a row is reading a prefix of a prompt, which can be copied later. prompt: int64 [P]."""
-        head = prompt[:LEAST_SHARED].tobytes()
-        return not self.batch.drafter.layer_inputs and any(
+        least = self.least_shared
+        if len(prompt) < least or self.batch.drafter.layer_inputs:
+            return False
+        head = prompt[:least].tobytes()
+        return any(
             # Few prompts begin alike, and this is asked for each pair of rows that start together.
-            row.ticket.prompt[:LEAST_SHARED].tobytes() == head
-            and common_prefix(prompt, row.ticket.prompt) >= len(row.tokens) + LEAST_SHARED
+            row.ticket.prompt[:least].tobytes() == head
+            and common_prefix(prompt, row.ticket.prompt) >= len(row.tokens) + least
             for row in self.reading
         )
 
@@ -144,7 +153,7 @@ class Intake:
         request, prompt = ticket.request, ticket.prompt
         row, source, cached = self.rows.take(prompt)
         if self.refill > 1:
-            cached -= cached % LEAST_SHARED  # rows that have read equally many tokens are read together
+            cached -= cached % LEAST_COPIED  # rows that have read equally many tokens are read together
         # To score a prompt, and for a draft that reads layers, the target has to read each of its tokens.
         if request.scores_prompt or self.batch.drafter.layer_inputs:
             source, cached = row, 0

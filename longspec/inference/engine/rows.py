@@ -43,7 +43,7 @@ class Rows:
         self._rows = [Row(number, number) for number in range(count)]
         self._least_shared = least_shared
         self.idle = deque(self._rows)
-        """Rows without a request, the one that was unused for the longest time first."""
+        """Rows without a request, the one that was unused for the longest time first, unless they are sorted."""
         self._releases = 0
 
     def __getitem__(self, number: int) -> Row:
@@ -87,6 +87,10 @@ class Rows:
         row.job = None
         self.idle.append(row)
 
+    def sort_idle(self) -> None:
+        """Put the idle rows in order of number, in which requests without a prefix to reuse take them."""
+        self.idle = deque(sorted(self.idle, key=lambda row: row.number))
+
     def swap(self, a: Row, b: Row) -> None:
         a.number, b.number = b.number, a.number
         self._rows[a.number], self._rows[b.number] = a, b
@@ -114,13 +118,13 @@ class Roster(NamedTuple):
     @classmethod
     def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
-        requests = [row.ticket.request for row in running]
+        requests = [row.job.request for row in running if row.job is not None]  # all, and faster than `ticket`
         numbers = np.array([row.number for row in running], dtype=np.int64)
         mode = Mode(
             batch.depth > 0 and any(request.speculate for request in requests),
             batch.kind_of([request.sampling for request in requests]),
             details=batch.details,
-            scores=any(request.alternatives for request in requests),
+            scores=batch.details and any(request.alternatives for request in requests),
         )
         return cls(
             running,
@@ -129,7 +133,7 @@ class Roster(NamedTuple):
             [row.last_used for row in running],
             batch.size_for(int(numbers.max(initial=0)) + 1),
             mode,
-            any(request.trace for request in requests),
+            batch.details and any(request.trace for request in requests),
             any(request.sampling.seed is not None and not request.sampling.greedy for request in requests),
         )
 

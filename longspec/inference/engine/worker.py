@@ -61,7 +61,9 @@ class Worker:
         start = time.perf_counter()
         if self.intake.refill > 1 and self.intake.is_due() and min(len(self.intake.waiting), len(self.rows.idle)) > 1:
             running = self.rows.running()
-            self._move_together(running, len(running))  # idle rows next to each other are read in one pass
+            # Rows next to each other are read in one pass, also where the next requests take some of the idle ones.
+            self._move_together(running, len(running))
+            self.rows.sort_idle()
         for outcomes in self.intake.read():
             for outcome in outcomes:
                 self._begin(outcome)
@@ -69,7 +71,7 @@ class Worker:
         prefill_s = time.perf_counter() - start
         self.counts.prefill_s += prefill_s
         self._since += prefill_s
-        if len(self.clients.waiting) > events:
+        if len(self.clients.waiting) > events and not self.in_blocks:
             self.clients.deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         if self._roster is None:
             # Rounds run over the first rows, so one row with a high number would make them as large as the batch.
