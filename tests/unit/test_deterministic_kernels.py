@@ -1,10 +1,8 @@
 """Kernels whose result for a row is the same bits whatever else a pass computes, paged attention, one interface."""
 
-import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,14 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 pytest.importorskip("triton")
 
-from longspec.kernels.backend import Backend
-from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
-from longspec.kernels.torch.attention import DecodingAttention
-from longspec.kernels.torch.layers import ResidualStream
 from longspec.kernels.triton.attention_tiles import count_parts, prefix_tiles, programs_at_once
-from longspec.kernels.triton.backend import TritonBackend
 from longspec.kernels.triton.deterministic import (
-    DeterministicAttention,
-    DeterministicBackend,
-    DeterministicStream,
     causal_attention,
     path_attention,
     root_paths,
 )
 from longspec.kernels.triton.elementwise import rms_norm
-from longspec.kernels.triton.flash_attention import FlashAttention
-from longspec.kernels.triton.layers import TritonStream
 from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 from longspec.kernels.triton.skinny_product import skinny_product, split_product
@@ -150,30 +138,6 @@ def test_the_chunks_of_a_prompt_do_not_change_its_attention(dtype: torch.dtype, 
     for first, end in [(0, 5), (5, 255), (255, 257), (257, 300)]:
         chunk = causal_attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], 0.125)
         assert torch.equal(chunk, whole[:, :, first:end])
-
-
-IMPLEMENTATIONS = [
-    *((Backend, backend) for backend in (TritonBackend, NativeBackend, DeterministicBackend)),
-    *((DecodingAttention, attention) for attention in (FlashAttention, DeterministicAttention, NativeAttention)),
-    *((ResidualStream, stream) for stream in (TritonStream, DeterministicStream)),
-]
-
-
-def signature(owner: type, name: str) -> list[tuple[object, ...]]:
-    """Name, kind and default of each parameter; annotations may be strings in one module and types in the other."""
-    function: Callable[..., object] = getattr(owner, name)
-    parameters = list(inspect.signature(function).parameters.values())
-    if isinstance(inspect.getattr_static(owner, name), staticmethod) or inspect.isclass(function):
-        return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
-    return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters[1:]]
-
-
-@pytest.mark.parametrize(("interface", "implementation"), IMPLEMENTATIONS)
-def test_each_operation_has_the_signature_of_torchs(interface: type, implementation: type) -> None:
-    operations = [name for name, member in vars(interface).items() if callable(member) and name[0] != "_"]
-    assert operations
-    for name in operations:
-        assert signature(implementation, name) == signature(interface, name), name
 
 
 Heads = tuple[int, int, int, int]
