@@ -52,9 +52,11 @@ class StdoutLines:
 
 
 def check_folder(path: Path | None, option: str) -> None:
-    """Raise UserError if the folder of a file that an option names does not exist."""
+    """Raise UserError if a file that an option names is a folder, and if its folder does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise UserError(f"{option} {path}: a folder; give a file")
 
 
 def write_summary(summary: dict[str, Any], path: Path | None) -> None:

@@ -65,6 +65,7 @@ class Session:
         )
         if pair.method != "vanilla" and self.console.color_system and not self.console.no_color:
             self.console.print(LEGEND)
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # `handle_line` tells such bytes
         if sys.stdin.isatty():
             with suppress(ImportError):  # some builds of Python lack it
                 import readline  # line editing and history in `input`
@@ -77,8 +78,9 @@ class Session:
                 self.handle_line(line)
 
     def handle_line(self, line: str) -> None:
-        """Run a command or answer a message. A UserError ends the turn, not the chat."""
+        """Run a command or answer a message. A UserError or Ctrl-C (in a long text) ends the turn, not the chat."""
         try:
+            line = decoded(os.fsencode(line), "stdin")
             command, _, argument = line.partition(" ")
             if line == "/help":
                 self.console.print(HELP, markup=False)
@@ -98,6 +100,8 @@ class Session:
                 self.answer("\n\n".join([*files, line]))
         except UserError as error:
             self.console.print(f"error: {error}", markup=False)
+        except KeyboardInterrupt:
+            self.console.print("[dim](stopped)[/]")
 
     def answer(self, text: str) -> None:
         """Generate an answer and add both turns to the conversation. The generated part of a stopped answer is kept."""
@@ -154,7 +158,7 @@ class Session:
         while True:
             try:
                 if line := input(prompt).strip():
-                    return decoded(os.fsencode(line), "stdin")
+                    return line
             except KeyboardInterrupt:
                 self.console.print("\n(/quit or Ctrl-D ends the chat)")
             except EOFError:

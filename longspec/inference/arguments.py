@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -148,6 +149,11 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
             f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: "
             f"{request.longest} tokens, more than the {limit} positions of a row"
         )
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python, which JSON and the shapes of kernels take; any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:

@@ -125,6 +125,9 @@ def generate(
     """
     # All checks come before long work.
     check_pair(model)
+    numbers = (max_new_tokens, temperature, top_p, top_k, seed, batch_size)
+    max_new_tokens, temperature, top_p, top_k, seed, batch_size = map(arguments.plain, numbers)
+    options = {name: arguments.plain(value) for name, value in options.items()}
     if method is None:
         describes_tree = tree_shape is not None or tree_nodes is not None or lookup_branches
         method = "tree" if describes_tree else AUTO

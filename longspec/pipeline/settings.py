@@ -234,7 +234,9 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         settings: Any = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         key = getattr(error, "full_key", None)
-        raise UserError(f"{where}: {f'key {key}: ' if key else ''}{first_line(error)}") from error
+        # The first line of YAML's messages tells neither the problem nor its line.
+        reason = " ".join(str(error).split()) if isinstance(error, YAMLError) else first_line(error)
+        raise UserError(f"{where}: {f'key {key}: ' if key else ''}{reason}") from error
     check_settings(settings)
     if settings.training.architecture != GLIDE or settings.tp_size > 1:
         settings.probes, settings.training.choose_layer = {}, False

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -81,6 +82,8 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     for line in ("/clear", "/Quit"):  # one that does not exist is told and not sent
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)
     assert "error: /stats takes no argument\n" in said(session, "/stats now")
+    session.pair.encode = Mock(side_effect=KeyboardInterrupt)  # Ctrl-C while the tokenizer reads a long text
+    assert "(stopped)" in said(session, f"/file {tmp_path}/a b.txt")
     assert len(session.turns) == 6
 
 
@@ -110,8 +113,8 @@ def test_an_answer_cannot_control_the_terminal() -> None:
 
 
 def test_lines_from_a_pipe_are_answered_up_to_quit(target: Path) -> None:
-    shown = invoke("chat", target, "--max_new_tokens", 3, input="hello\n\nmore\n/quit\nnever\n").output
-    assert shown.count("\n3 tokens") == 2 and "> " not in shown
+    shown = invoke("chat", target, "--max_new_tokens", 3, input=b"hello\n\n\xff\nmore\n/quit\nnever\n").output
+    assert shown.count("\n3 tokens") == 2 and "> " not in shown and "error: stdin: not UTF-8 text" in shown
     assert invoke("chat", target, "--max_new_tokens", 3, input="hello\n").output.count("\n3 tokens") == 1
 
 

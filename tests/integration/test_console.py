@@ -65,6 +65,10 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     asked = prompts.read_bytes()
     error = invoke(*given, "--output", prompts, "--overwrite", code=1).exception
     assert "is a file of prompts" in str(error) and prompts.read_bytes() == asked
+    for other in ("-", "/dev/null", tmp_path):
+        error = invoke(*given, "--output", other, code=1).exception
+        assert str(error) == f"--output {other}: not a file; leave the option out to write to stdout"
+    assert str(invoke(*given, "--json", tmp_path, code=1).exception) == f"--json {tmp_path}: a folder; give a file"
     assert lines(cut)[1]["id"] == "p9"
 
 

@@ -38,7 +38,6 @@ def load(*overrides: str) -> Settings:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainig.stages={}", "trainig"),
         ("evaluation.tasks.lbc={contexts: [1], max_new_tokens: 1}", "evaluation.tasks: no lbc"),
         ("evaluation.methods=[{name: forest, prompts: 1}]", "no forest; use vanilla"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
@@ -46,12 +45,11 @@ def load(*overrides: str) -> Settings:
         ("training.architecture=eagle4", "training.architecture: no eagle4; use glide, eagle3"),
         ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no chta; use chat, "),
         ("answers.source={prompts: [lcc], max_new_tokens: 1, batch_size: 1}", "reserved for code.train_files"),
-        ("chat.train=-5", "key chat.train: -5; must be at least 0"),
-        ("answers.code.batch_size=0", "key answers.code.batch_size: 0; must be at least 1"),
         ("evaluation.methods=[{name: tree, prompts: 1, tree_shape: [4, 0]}]", r"methods.0.tree_shape.1: 0; must be"),
         ("prompts.test=0", "key prompts.test: 0; must be at least 1"),
         ("training.stages.stage1.answers=[source]", r"stages.stage1.answers: \[source\] has no held-out text"),
         ("chat.trian=5", "^chat.trian=5: key chat.trian: "),
+        ("chat={test: 1]", r"expected ',' or '}', but got ']' in .* line 1, column 9"),
         ("hours", "^hours: not an override; write key=value"),
     ],
 )
