@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from io import TextIOWrapper
 from pathlib import Path
 
 from rich.console import Console
@@ -65,7 +66,8 @@ class Session:
         )
         if pair.method != "vanilla" and self.console.color_system and not self.console.no_color:
             self.console.print(LEGEND)
-        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # `handle_line` tells such bytes
+        if isinstance(sys.stdin, TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # `handle_line` refuses what is not UTF-8
         if sys.stdin.isatty():
             with suppress(ImportError):  # some builds of Python lack it
                 import readline  # line editing and history in `input`

@@ -168,6 +168,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
     [
         ({"method": "beam"}, "method: 'beam' is unknown"),
         ({"tree_rule": "accept"}, "tree_rule: 'accept' is unknown"),
+        ({"tree_shape": ()}, r"tree_shape: \(\)"),
         ({"tree_shape": (4, 62)}, "1 to 61"),
         ({"tree_shape": "auto"}, "tree_shape: 'auto'"),
         ({"tree_shape": (60,) * 18}, "tree_shape: 1081 nodes"),
@@ -176,6 +177,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
         ({"temperature": math.nan}, "temperature: nan"),
         ({"temperature": 1e-37}, "temperature: 1e-37"),
         ({"max_new_tokens": "9"}, "max_new_tokens: '9'"),
+        ({"max_new_tokens": 4096}, "4096 positions"),
         ({"seed": 2**64}, "seed: 18446744073709551616"),
         ({"eos_token_id": "</s>"}, r"eos_token_id: \['</s>'\]"),
         ({"pad_token_id": "<pad>"}, "pad_token_id"),
@@ -188,6 +190,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
         ({"logit_bias": {3: 101}}, "logit_bias: 101 for token 3; it must be a number from -100 to 100"),
         ({"logit_bias": dict.fromkeys(range(61), 1), "bad_words_ids": [[1]] * 964}, "1025 biases and bans in all"),
         ({"typical_p": 0.0, "temperature": 1.0}, "typical_p: 0.0; it must be from 0 to 1, but not 0"),
+        ({"min_p": 1.5, "temperature": 1.0}, "min_p: 1.5"),
         ({"bad_words_ids": [[]]}, "bad_words_ids: a word of 0 tokens"),
     ],
 )
@@ -208,6 +211,7 @@ def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
     for wrong, message in [
         (ids[:, :0], "none empty"),
         (ids[0], "input_ids: torch.int64 of shape"),
+        (ids.float(), "input_ids: torch.float32"),
         ("a prompt", "input_ids: a str"),
         ([[1, 2], []], "input_ids: a list"),
     ]:

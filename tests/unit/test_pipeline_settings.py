@@ -45,6 +45,8 @@ def load(*overrides: str) -> Settings:
         ("training.architecture=eagle4", "training.architecture: no eagle4; use glide, eagle3"),
         ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no chta; use chat, "),
         ("answers.source={prompts: [lcc], max_new_tokens: 1, batch_size: 1}", "reserved for code.train_files"),
+        ("chat.train=-5", "key chat.train: -5; must be at least 0"),
+        ("answers.code.batch_size=0", "key answers.code.batch_size: 0; must be at least 1"),
         ("evaluation.methods=[{name: tree, prompts: 1, tree_shape: [4, 0]}]", r"methods.0.tree_shape.1: 0; must be"),
         ("prompts.test=0", "key prompts.test: 0; must be at least 1"),
         ("training.stages.stage1.answers=[source]", r"stages.stage1.answers: \[source\] has no held-out text"),
