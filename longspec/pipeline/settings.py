@@ -232,11 +232,11 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([where]))
         where = source
         settings: Any = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        key = getattr(error, "full_key", None)
+    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # the last one by YAML's aliases
         # The first line of YAML's messages tells neither the problem nor its line.
         reason = " ".join(str(error).split()) if isinstance(error, YAMLError) else first_line(error)
-        raise UserError(f"{where}: {f'key {key}: ' if key else ''}{reason}") from error
+        place = f"key {key}: " if (key := getattr(error, "full_key", None)) else ""
+        raise UserError(f"{where}: {place}{reason}") from error
     check_settings(settings)
     if settings.training.architecture != GLIDE or settings.tp_size > 1:
         settings.probes, settings.training.choose_layer = {}, False
@@ -292,10 +292,9 @@ def check_settings(settings: Settings) -> None:
         name: sum(prompts.validation.get(group, 0) for group in run.prompts) for name, run in settings.answers.items()
     }
     for name, stage in stages.items():
-        key = f"config key training.stages.{name}.answers"
         if not any(held_out[run] for run in stage.answers):
-            raise UserError(f"{key}: [{', '.join(stage.answers)}] has no held-out text; add a run with validation")
-    for key in ("contexts", "short_contexts"):
-        contexts = getattr(prompts, key)
+            text = f"[{', '.join(stage.answers)}] has no held-out text; add a run with validation"
+            raise UserError(f"config key training.stages.{name}.answers: {text}")
+    for key, contexts in (("contexts", prompts.contexts), ("short_contexts", prompts.short_contexts)):
         if len(contexts) != 2 or not 0 < contexts[0] <= contexts[1]:
             raise UserError(f"config key prompts.{key}: must be [shortest, longest]")
