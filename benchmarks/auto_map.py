@@ -3,8 +3,9 @@
 `python -m benchmarks.auto_map --model PAIR --prompts FILE.jsonl` prints a table, writes a picture, and prints one JSON
 line. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, as in `benchmarks.engines`. A batch decodes
 prompts of one context at a time; all rows generate the same number of tokens. A cell has several batches, with fewer
-answers where prompts are long. tokens/s is that of decoding. The error of a ratio is a bootstrap over batches. Several
-GPUs can each take some cells, as by --temperatures, into a file of --rows; the files are then joined for the picture.
+answers where prompts are long. tokens/s is that of decoding. The error of `over_best` is a bootstrap over batches.
+Several GPUs can each take some cells, as by --temperatures, into a file of --rows; the files are then joined for the
+picture.
 """
 
 import argparse
@@ -51,7 +52,7 @@ RESAMPLES, SEED = 1000, 0
 def main() -> None:
     options = parse_options()
     prompts = read_prompts(options.prompts)
-    run = {name: getattr(options, name) for name in ("model", "draft", "dtype", "tokens", "answers")}
+    run = {name: getattr(options, name) for name in ("model", "draft", "dtype", "tokens", "answers", "most_tokens")}
     stored = read_jsonl(options.rows) if options.rows else []
     rows = [row for row in stored if run.items() <= row.items()]
     measured = {(row["temperature"], row["context"], row["batch"]) for row in rows}
@@ -103,7 +104,9 @@ def cell_speeds(
     best = max(FIXED, key=lambda name: speeds[name])
     chance = np.random.default_rng(SEED)
     samples = [chance.integers(len(batches), size=len(batches)) for _ in range(RESAMPLES)]
+    # A bootstrap of n batches has a variance that is too small by (n - 1) / n.
     error = np.std([speed(sums[AUTO][sample]) / speed(sums[best][sample]) for sample in samples])
+    error *= (len(batches) / (len(batches) - 1)) ** 0.5
     ratios = {"over_vanilla": speeds[AUTO] / speeds["vanilla"], "over_best": speeds[AUTO] / speeds[best]}
     return {"tokens_per_s": speeds, "best": best} | ratios | {"error": float(error)}
 
@@ -125,7 +128,7 @@ def parse_options() -> argparse.Namespace:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     add("--tokens", type=int, default=128, help="new tokens per answer")
     add("--answers", type=int, default=32, help=f"per cell, but at least {LEAST_BATCHES} batches")
-    add("--most_tokens", type=int, default=300_000, help="most prompt tokens of a batch, and of the answers of a cell")
+    add("--most_tokens", type=int, default=300_000, help="most prompt tokens of a batch, and of a cell of more batches")
     add("--rows", type=Path, help="JSONL file that keeps the cells; those of an earlier run are not measured again")
     add("--picture", type=Path, help="PNG to write")
     return parser.parse_args()

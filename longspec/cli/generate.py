@@ -86,7 +86,7 @@ def generate(
                 if any(os.path.realpath(prompt) == os.path.realpath(output) for prompt in prompts or []):
                     raise UserError(f"--output {output}: is a file of prompts; give another")
                 # What is not a file cannot be continued, and reading it may never end.
-                if str(output) == "-" or (output.exists() and not output.is_file()):
+                if str(output) == "-" or (os.path.exists(output) and not os.path.isfile(output)):
                     raise UserError(f"--output {output}: not a file; leave the option out to write to stdout")
                 with os_errors(f"--output {output}: its folder cannot be created"):
                     output.parent.mkdir(parents=True, exist_ok=True)

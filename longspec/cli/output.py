@@ -1,6 +1,7 @@
 """What `longspec generate` writes apart from its output file: lines on stdout, and the summary."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def check_folder(path: Path | None, option: str) -> None:
     """Raise UserError if a file that an option names is a folder, and if its folder does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
+    if path is not None and os.path.isdir(path):
         raise UserError(f"{option} {path}: a folder; give a file")
 
 

@@ -99,7 +99,11 @@ class Session:
                 raise UserError(f"no command {line}; use {COMMANDS}")
             else:
                 files, self.files = self.files, []  # one that does not fit is not sent again
-                self.answer("\n\n".join([*files, line]))
+                try:
+                    self.answer("\n\n".join([*files, line]))
+                except KeyboardInterrupt:
+                    self.files = files
+                    raise
         except UserError as error:
             self.console.print(f"error: {error}", markup=False)
         except KeyboardInterrupt:

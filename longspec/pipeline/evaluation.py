@@ -39,8 +39,6 @@ FACTS = "settings.json"
 HEAD_TOKENS = 48
 """First tokens of a prompt that are kept when it is shortened; they hold the head of the chat format."""
 WARM_UP_TOKENS = 16
-BARE_QUESTION = 256
-"""Tokens of a prompt of context 0 that rows have room for."""
 FIGURES = ("rounds", "decoded_tokens", "decode_s", "ttft_s", "accepted_by_depth", "tree_shape", "rounds_by_plan")
 """Statistics of `generate` in a sample."""
 
@@ -90,8 +88,8 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     decoder = Decoder(settings.target, _draft(settings, root), replicas.device(None))
     samples = SampleFile(folder, replicas.rank)
     samples.start()
-    # All methods of a task and context run on the same device, because they are compared. Tasks of a context follow one
-    # another, because they share kernels.
+    # All methods of a task and context run on the same device, because they are compared. The tasks of a context follow
+    # one another, because they mostly need the same kernels.
     grid = sorted(cells(settings.evaluation, root), key=lambda cell: cell.context)
     groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
     total = sum(len(cell.prompts) for cell in chain(*groups))
@@ -100,12 +98,13 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
 
     def work(own: Iterator[list[Cell]], count: Count) -> None:
         for cell in chain.from_iterable(own):
-            kernels = cell.method.name, cell.temperature, cell.context
             prompts = samples.missing(cell)
+            room = decoder.room(cell) if prompts else 0
+            kernels = cell.method.name, cell.temperature, room
             if prompts and kernels not in warmed_up and cell.method.kind != FORCED:  # forced rounds are not timed
                 warmed_up.add(kernels)
-                decoder.warm_up(cell)
-            for sample in decoder.samples(cell, prompts, samples):
+                decoder.warm_up(cell, room)
+            for sample in decoder.samples(cell, prompts, samples, room):
                 samples.append(sample)
                 count(1)
 
@@ -134,8 +133,17 @@ class Decoder:
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft, device=device)
 
-    def samples(self, cell: Cell, prompts: list[dict[str, Any]], measured: SampleFile) -> Iterator[dict[str, Any]]:
-        """Decode prompts, one after another or, with method FORCED, the `measured` answers of vanilla in batches."""
+    def room(self, cell: Cell) -> int:
+        """Tokens of a row that has room for each prompt of a cell and its answer. Kernels are compiled for sizes."""
+        longest = cell.context or max(len(self._ids(cell, prompt)) for prompt in cell.prompts)
+        longest = min(longest, cell.method.last_tokens or longest)
+        return min(longest + cell.max_new_tokens, position_limit(self.model.config))
+
+    def samples(
+        self, cell: Cell, prompts: list[dict[str, Any]], measured: SampleFile, room: int
+    ) -> Iterator[dict[str, Any]]:
+        """Decode prompts, one after another or, with method FORCED, the `measured` answers of vanilla in batches. room:
+        see `room`."""
         method, ids = cell.method, [self._ids(cell, prompt) for prompt in prompts]
         given = [measured.answer(cell, prompt) for prompt in prompts if method.kind == FORCED]
         sums = forced_acceptance(self.model, ids, given, method.tree_shape, method.drafter)
@@ -143,7 +151,7 @@ class Decoder:
             if method.kind == FORCED:
                 tokens, figures = given[number], {"last_tokens": method.last_tokens} | next(sums)
             else:
-                tokens, figures = self._generate(cell, ids[number], cell.prompt_seed(prompt["id"]))
+                tokens, figures = self._generate(cell, room, ids[number], cell.prompt_seed(prompt["id"]))
             yield {
                 **cell.key,
                 "options": cell.options,
@@ -156,15 +164,15 @@ class Decoder:
                 "token_ids": tokens,
             }
 
-    def warm_up(self, cell: Cell) -> None:
+    def warm_up(self, cell: Cell, room: int) -> None:
         """Generate a few tokens without stopping at EOS, to compile kernels and measure rounds."""
-        self._generate(cell, self._ids(cell, cell.prompts[0]), 0, warms_up=True)
+        self._generate(cell, room, self._ids(cell, cell.prompts[0]), 0, warms_up=True)
 
     def _ids(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:
         return shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)
 
     def _generate(
-        self, cell: Cell, ids: list[int], seed: int, warms_up: bool = False
+        self, cell: Cell, room: int, ids: list[int], seed: int, warms_up: bool = False
     ) -> tuple[list[int], dict[str, Any]]:
         """The new tokens, which are those of `longspec.generate`, and figures of their decoding."""
         method, most, answer = cell.method, cell.max_new_tokens, list[int]()
@@ -179,8 +187,7 @@ class Decoder:
             requests,
             None,
             Listener(lambda _, event: answer.extend(event.ids), in_blocks=True),
-            # Equal for the prompts of a context, because kernels are compiled for sizes.
-            longest=min(max(cell.context, BARE_QUESTION) + most, position_limit(self.model.config)),
+            longest=room,
         )
         figures = asdict(stats)
         return answer, {name: figures[name] for name in FIGURES}

@@ -232,8 +232,8 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([where]))
         where = source
         settings: Any = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # the last one by YAML's aliases
-        # The first line of YAML's messages tells neither the problem nor its line.
+    except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
+        # The first line of YAML's messages tells neither the problem nor its line. An alias within itself recurses.
         reason = " ".join(str(error).split()) if isinstance(error, YAMLError) else first_line(error)
         place = f"key {key}: " if (key := getattr(error, "full_key", None)) else ""
         raise UserError(f"{where}: {place}{reason}") from error

@@ -107,6 +107,7 @@ class Writer:
             left[shard.number] -= 1
             if not left[shard.number]:
                 done(shard.number, shard.kept("answers"), shard.dropped)
+                shard.answers, shard.outcomes = [], []  # other shards take a while
 
         self._answer(shards, finish, self.settings.shard_size)
 
@@ -114,7 +115,7 @@ class Writer:
         self, shards: Sequence[_Shard], finish: Callable[[_Shard, int], object], window: int | None = None
     ) -> None:
         """Answer the requests of all shards. finish: called with the shard and the number of each complete answer,
-        while the device decodes others."""
+        while others are decoded."""
         requests = [request for shard in shards for request in shard.requests]
         owners = [(shard, row) for shard in shards for row in range(len(shard.requests))]
 

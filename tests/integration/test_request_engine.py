@@ -70,8 +70,9 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
     assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 64, 64]
 
 
-def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin) -> None:
+def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts as a whole, and not after a short prefix. In blocks, no round waits for the clients of first tokens."""
+    monkeypatch.setattr("longspec.inference.engine.intake.LEAST_SHARED", 256)  # as on a GPU
     settings = EngineSettings(VANILLA, 32, longest=110, kind=GREEDY_KIND, refill=16, prefill_chunk=735, in_blocks=True)
     engine = RequestEngine(model, settings)
     note_passes(engine, log := [])

@@ -166,6 +166,15 @@ def test_a_batch_of_many_rows_finds_better_trees_within_300_rounds_of_a_change()
         assert simulation.share(MANY_TREES, 700, 800) > 0.9, f"seed {seed}"
 
 
+def test_rows_are_known_by_traced_ones_that_ended() -> None:
+    simulation = Simulation(EIGHT_ROWS, 8, lambda number: 0.05, lambda number: True)
+    simulation.run(150)
+    for row in range(4):
+        simulation.controller.end(row)
+    simulation.controller.choose()  # was decided before
+    assert not simulation.controller.traces and simulation.controller.choose() == LOOKUPS[-1]
+
+
 def test_a_tree_that_cannot_win_is_not_probed() -> None:
     """A round of each tree takes longer than the rounds of vanilla that emit as many tokens as it can."""
     seconds = MANY_ROWS | {tree: 1.01 * (1 + tree.levels) for tree in MANY_TREES}

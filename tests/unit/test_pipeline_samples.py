@@ -201,11 +201,11 @@ def test_prompts_of_a_context_are_decoded_as_by_generate_in_one_batch(tmp_path: 
     decoder.model = model = make_pair(tmp_path)
     decoder.text = SimpleNamespace(prompt_ids=lambda record: record["ids"])
     cell = Cell("chat", 0, MethodSettings("lookup", prompts=2), 1.0, 20, tuple(prompts))
-    samples = list(decoder.samples(cell, prompts, None))
+    samples = list(decoder.samples(cell, prompts, None, decoder.room(cell)))
     assert release(model) == 1
+    own: Any = {"method": "lookup", "temperature": 1.0, "max_new_tokens": 20, **WITHOUT_FILE}
     for sample, prompt in zip(samples, prompts, strict=True):
-        own: dict[str, Any] = {"seed": cell.prompt_seed(prompt["id"]), "temperature": 1.0, "max_new_tokens": 20}
-        tokens = generate(model, [prompt["ids"]], method="lookup", **own, **WITHOUT_FILE).new_tokens[0]
+        tokens = generate(model, [prompt["ids"]], seed=cell.prompt_seed(prompt["id"]), **own).new_tokens[0]
         assert sample["token_ids"] == tokens.tolist()
 
 

@@ -84,6 +84,8 @@ class Controller:
 
         self.traces: dict[int, LookupTrace] = {}
         """Of up to MOST_TRACED active rows."""
+        self.lookup_tokens = dict.fromkeys(self.lookups, PRIOR_LOOKUP)
+        """Tokens of a round of each lookup plan: the mean over the traced rows, which stays when the last one ends."""
         self.lengths = np.zeros(rows, dtype=np.int64)
         """Tokens of each row."""
         self.active = np.zeros(rows, dtype=bool)
@@ -112,8 +114,8 @@ class Controller:
         """Decisions for the rounds that were not observed yet."""
         self._next: Decision | None = None
         self._unlearned: list[tuple[Decision, Observed]] = []
-        self._learned = 0
-        """Number of rounds that were learned from."""
+        self._compared = 0
+        """Number of rounds of trees that were learned from."""
 
     def start(self, row: int, prompt: np.ndarray, first_token: int) -> None:
         """Make a row active after prefill. prompt: int64 [P]."""
@@ -167,10 +169,10 @@ class Controller:
     def _expected(self) -> tuple[dict[Plan, float], dict[Plan, float], Plan]:
         """Expected number of tokens per active row and round of each plan, its time, and the plan with most tokens per
         time."""
-        expected = dict.fromkeys(self.plans, 1.0)
         for number, plan in enumerate(self.lookups):
-            means = [trace.means[number].value for trace in self.traces.values()]
-            expected[plan] = sum(means) / len(means) if means else PRIOR_LOOKUP
+            if means := [trace.means[number].value for trace in self.traces.values()]:
+                self.lookup_tokens[plan] = sum(means) / len(means)
+        expected = dict.fromkeys(self.plans, 1.0) | self.lookup_tokens
         for tree, smaller in self.smaller.items():
             gain = self.gains[tree].value
             if smaller is None:
@@ -205,8 +207,8 @@ class Controller:
                 if (place := places.get(row)) is not None:
                     trace.extend(tokens[place, : text[place]].tolist())
             turns = math.ceil(len(parts) / MOST_COMPARED) or 1
-            self._compare_trees(decision.plan, parts[self._learned % turns :: turns])
-            self._learned += 1
+            self._compare_trees(decision.plan, parts[self._compared % turns :: turns])
+            self._compared += bool(parts)
             if decision.probe_time:  # what it has lost is known now
                 expected, times, best = self._expected()
                 saved = float(counts[counts > 0].mean()) * times[best] / expected[best]

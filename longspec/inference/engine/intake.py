@@ -24,8 +24,13 @@ logger = logging.getLogger(__name__)
 LEAST_SHARED = 64
 """Tokens of a prefix for which a request waits until another row has read them."""
 LEAST_COPIED = 256
-"""The same where rows are refilled together, which reuse no shorter prefix: it is read in less time than the rest of a
-prompt in a pass of its own."""
+"""The same where a GPU refills rows together, which reuse no shorter prefix: to read it again costs less than a pass
+for the few rows that have it."""
+
+
+def least_shared(refill: int, device: torch.device) -> int:
+    """Tokens of a prefix from which on a request waits for another row. refill: see `EngineSettings`."""
+    return LEAST_COPIED if refill > 1 and device.type == "cuda" else LEAST_SHARED
 
 
 class Outcome(NamedTuple):
@@ -51,7 +56,7 @@ class Intake:
         self.chunk = PREFILL_TOKENS if chunk is None else chunk
         """Most tokens of a pass."""
         self.refill = refill
-        self.least_shared = LEAST_SHARED if refill == 1 else LEAST_COPIED
+        self.least_shared = least_shared(refill, batch.device)
         self.waiting: deque[Ticket] = deque()
         """Requests without a row. Other threads add some."""
         self.reading: list[Row] = []
@@ -63,7 +68,8 @@ class Intake:
         """Give rows to the waiting requests and read at most `chunk` tokens of their prompts, or all of them. Yields
         what each pass ends."""
         budget = self.chunk
-        # Where rows are refilled together, the rest of a chunk would go to passes over a few tokens of few rows.
+        # Where rows are refilled together, a step ends once half of the chunk is read: the rest would go to passes over
+        # few rows.
         least = (self.chunk + 1) // 2 if self.refill > 1 else 1
         while budget >= least:
             self._admit()
@@ -153,7 +159,7 @@ class Intake:
         request, prompt = ticket.request, ticket.prompt
         row, source, cached = self.rows.take(prompt)
         if self.refill > 1:
-            cached -= cached % LEAST_COPIED  # rows that have read equally many tokens are read together
+            cached -= cached % self.least_shared  # rows that have read equally many tokens are read together
         # To score a prompt, and for a draft that reads layers, the target has to read each of its tokens.
         if request.scores_prompt or self.batch.drafter.layer_inputs:
             source, cached = row, 0

@@ -14,7 +14,7 @@ from longspec.inference.drafting.decoders import new_decoder
 from longspec.inference.drafting.proposal import Drafter
 from longspec.inference.drafting.reduced_head import head_bytes
 from longspec.inference.engine.batch import PREFILL_CHUNK, Batch
-from longspec.inference.engine.intake import LEAST_COPIED
+from longspec.inference.engine.intake import least_shared
 from longspec.inference.engine.requests import FinishReason, OnEvent, Request, Ticket
 from longspec.inference.engine.rounds import KernelKey, size_class
 from longspec.inference.engine.rows import Rows
@@ -75,7 +75,8 @@ class RequestEngine:
         """Most tokens of a prompt and its answer together."""
         self.is_closed = False
         # Prompts that start together are each read as a whole. A single row can only hold an earlier one.
-        shares, least = not settings.together or batch.max_rows == 1, LEAST_COPIED if self._refill > 1 else 1
+        shares = not settings.together or batch.max_rows == 1
+        least = least_shared(self._refill, batch.device) if self._refill > 1 else 1
         self._start(Rows(batch.max_rows, least if shares else None))
 
     @property

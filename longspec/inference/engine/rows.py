@@ -59,8 +59,7 @@ class Rows:
 
     def take(self, prompt: np.ndarray) -> tuple[Row, Row, int]:
         """An idle row for a prompt, int64 [P], the row with the longest prefix in common with it, and its length, less
-        than P. These are one row where a conversation goes on; else the idle row is the one unused for the longest
-        time."""
+        than P. These are one row where a conversation goes on; else the idle row is the first one."""
         row = source = self.idle[0]
         length = 0
         # The last token of the prompt is never reused: its hidden state is needed and is not in the cache.
