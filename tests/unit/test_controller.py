@@ -151,7 +151,6 @@ def test_it_finds_the_new_best_plan_within_100_rounds_of_a_change(
 @pytest.mark.parametrize("accepted", [0.05, 0.2, 0.4])
 @pytest.mark.parametrize("rows", [8, 32])
 def test_a_batch_of_short_answers_loses_less_than_2_percent_against_vanilla(rows: int, accepted: float) -> None:
-    """One round of many rows tells that the draft is poor."""
     simulation = Simulation(SECONDS[rows], rows, lambda number: accepted, lambda number: False)
     simulation.run(128)
     assert simulation.speed() * SECONDS[rows][VANILLA] > 0.98
@@ -171,8 +170,7 @@ def test_rows_are_known_by_traced_ones_that_ended() -> None:
     simulation.run(150)
     for row in range(4):
         simulation.controller.end(row)
-    simulation.controller.choose()  # was decided before
-    assert not simulation.controller.traces and simulation.controller.choose() == LOOKUPS[-1]
+    assert [simulation.controller.choose() for _ in range(2)][1] == LOOKUPS[-1]  # the first was decided before
 
 
 def test_a_tree_that_cannot_win_is_not_probed() -> None:
