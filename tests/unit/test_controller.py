@@ -151,6 +151,7 @@ def test_it_finds_the_new_best_plan_within_100_rounds_of_a_change(
 @pytest.mark.parametrize("accepted", [0.05, 0.2, 0.4])
 @pytest.mark.parametrize("rows", [8, 32])
 def test_a_batch_of_short_answers_loses_less_than_2_percent_against_vanilla(rows: int, accepted: float) -> None:
+    """One round of many rows tells that the draft is poor."""
     simulation = Simulation(SECONDS[rows], rows, lambda number: accepted, lambda number: False)
     simulation.run(128)
     assert simulation.speed() * SECONDS[rows][VANILLA] > 0.98

@@ -19,11 +19,7 @@ pytest.importorskip("triton")
 
 from longspec.kernels.shared.attention import PagedPrefix, PagedTree
 from longspec.kernels.triton.attention_tiles import count_parts, prefix_tiles, programs_at_once
-from longspec.kernels.triton.deterministic import (
-    causal_attention,
-    path_attention,
-    root_paths,
-)
+from longspec.kernels.triton.deterministic import causal_attention, path_attention, root_paths
 from longspec.kernels.triton.elementwise import rms_norm
 from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention

@@ -195,6 +195,7 @@ def test_forced_rounds_on_greedy_text_are_those_of_decoding(tmp_path: Path) -> N
 
 
 def test_prompts_of_a_context_are_decoded_as_by_generate_in_one_batch(tmp_path: Path) -> None:
+    """Each size of batch costs a compilation."""
     decoder: Any = Decoder.__new__(Decoder)
     prompts: list[dict[str, Any]] = [{"id": str(n), "ids": [*range(5, 25)] * n} for n in (1, 12)]
     decoder.model, decoder.text = make_pair(tmp_path), SimpleNamespace(prompt_ids=lambda record: record["ids"])
