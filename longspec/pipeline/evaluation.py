@@ -94,17 +94,10 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
     total = sum(len(cell.prompts) for cell in chain(*groups))
     done = total - sum(len(samples.missing(cell)) for cell in chain(*groups))
-    warmed_up: set[tuple[str, float, int]] = set()
 
     def work(own: Iterator[list[Cell]], count: Count) -> None:
         for cell in chain.from_iterable(own):
-            prompts = samples.missing(cell)
-            room = decoder.room(cell) if prompts else 0
-            kernels = cell.method.name, cell.temperature, room
-            if prompts and kernels not in warmed_up and cell.method.kind != FORCED:  # forced rounds are not timed
-                warmed_up.add(kernels)
-                decoder.warm_up(cell, room)
-            for sample in decoder.samples(cell, prompts, samples, room):
+            for sample in decoder.samples(cell, samples.missing(cell), samples):
                 samples.append(sample)
                 count(1)
 
@@ -132,21 +125,17 @@ class Decoder:
         """device: None for the default one."""
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft, device=device)
+        self.warmed_up: set[tuple[str, float, int]] = set()
+        """Methods, temperatures and rooms whose kernels are compiled."""
 
-    def room(self, cell: Cell) -> int:
-        """Tokens of a row that has room for each prompt of a cell and its answer. Kernels are compiled for sizes."""
-        longest = cell.context or max(len(self._ids(cell, prompt)) for prompt in cell.prompts)
-        longest = min(longest, cell.method.last_tokens or longest)
-        return min(longest + cell.max_new_tokens, position_limit(self.model.config))
-
-    def samples(
-        self, cell: Cell, prompts: list[dict[str, Any]], measured: SampleFile, room: int
-    ) -> Iterator[dict[str, Any]]:
-        """Decode prompts, one after another or, with method FORCED, the `measured` answers of vanilla in batches. room:
-        see `room`."""
+    def samples(self, cell: Cell, prompts: list[dict[str, Any]], measured: SampleFile) -> Iterator[dict[str, Any]]:
+        """Decode prompts, one after another or, with method FORCED, the `measured` answers of vanilla in batches."""
         method, ids = cell.method, [self._ids(cell, prompt) for prompt in prompts]
         given = [measured.answer(cell, prompt) for prompt in prompts if method.kind == FORCED]
         sums = forced_acceptance(self.model, ids, given, method.tree_shape, method.drafter)
+        room = self._room(cell)
+        if prompts and method.kind != FORCED:  # forced rounds are not timed
+            self._warm_up(cell, room)
         for number, prompt in enumerate(prompts):
             if method.kind == FORCED:
                 tokens, figures = given[number], {"last_tokens": method.last_tokens} | next(sums)
@@ -164,9 +153,17 @@ class Decoder:
                 "token_ids": tokens,
             }
 
-    def warm_up(self, cell: Cell, room: int) -> None:
-        """Generate a few tokens without stopping at EOS, to compile kernels and measure rounds."""
-        self._generate(cell, room, self._ids(cell, cell.prompts[0]), 0, warms_up=True)
+    def _room(self, cell: Cell) -> int:
+        """Tokens of a row that has room for each prompt of a cell and its answer. Kernels are compiled for sizes."""
+        longest = cell.context or max(len(self._ids(cell, prompt)) for prompt in cell.prompts)
+        longest = min(longest, cell.method.last_tokens or longest)
+        return min(longest + cell.max_new_tokens, position_limit(self.model.config))
+
+    def _warm_up(self, cell: Cell, room: int) -> None:
+        """Generate a few tokens without stopping at EOS, to compile kernels and measure rounds, unless that is done."""
+        if (kernels := (cell.method.name, cell.temperature, room)) not in self.warmed_up:
+            self.warmed_up.add(kernels)
+            self._generate(cell, room, self._ids(cell, cell.prompts[0]), 0, warms_up=True)
 
     def _ids(self, cell: Cell, prompt: dict[str, Any]) -> list[int]:
         return shortened(self.text.prompt_ids(prompt), cell.method.last_tokens)

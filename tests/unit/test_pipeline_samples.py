@@ -198,9 +198,10 @@ def test_prompts_of_a_context_are_decoded_as_by_generate_in_one_batch(tmp_path: 
     """Each size of batch costs a compilation."""
     decoder: Any = Decoder.__new__(Decoder)
     prompts: list[dict[str, Any]] = [{"id": str(n), "ids": [*range(5, 25)] * n} for n in (1, 12)]
-    decoder.model, decoder.text = make_pair(tmp_path), SimpleNamespace(prompt_ids=lambda record: record["ids"])
+    decoder.model, decoder.warmed_up = make_pair(tmp_path), set()
+    decoder.text = SimpleNamespace(prompt_ids=lambda record: record["ids"])
     cell = Cell("chat", 0, MethodSettings("lookup", prompts=2), 1.0, 20, tuple(prompts))
-    samples = list(decoder.samples(cell, prompts, None, decoder.room(cell)))
+    samples = list(decoder.samples(cell, prompts, None))
     assert release(decoder.model) == 1
     own: Any = {"method": "lookup", "temperature": 1.0, "max_new_tokens": 20, **WITHOUT_FILE}
     for sample, prompt in zip(samples, prompts, strict=True):
