@@ -80,7 +80,7 @@ class Session:
                 self.handle_line(line)
 
     def handle_line(self, line: str) -> None:
-        """Run a command or answer a message. A UserError or Ctrl-C (in a long text) ends the turn, not the chat."""
+        """Run a command or answer a message. A UserError or Ctrl-C during tokenization ends the turn, not the chat."""
         try:
             line = decoded(os.fsencode(line), "stdin")
             command, _, argument = line.partition(" ")

@@ -51,7 +51,8 @@ class _Shard:
     """What became of each complete answer: a prompt or a record, or the reason to drop it."""
 
     def kept(self, use: str) -> list[Any]:
-        """The outcomes in order, without the reasons, which are counted. use: of the answers."""
+        """Count the reasons to drop an answer, and return the other outcomes in order. use: what the answers are,
+        for the names of the counts."""
         self.dropped.update(f"{use}: {outcome}" for outcome in self.outcomes if isinstance(outcome, str))
         return [outcome for outcome in self.outcomes if not isinstance(outcome, str)]
 
@@ -107,7 +108,7 @@ class Writer:
             left[shard.number] -= 1
             if not left[shard.number]:
                 done(shard.number, shard.kept("answers"), shard.dropped)
-                shard.answers, shard.outcomes = [], []  # other shards take a while
+                shard.answers, shard.outcomes = [], []  # frees memory while other shards go on
 
         self._answer(shards, finish, self.settings.shard_size)
 

@@ -43,7 +43,7 @@ class Rows:
         self._rows = [Row(number, number) for number in range(count)]
         self._least_shared = least_shared
         self.idle = deque(self._rows)
-        """Rows without a request, the one that was unused for the longest time first, unless they are sorted."""
+        """Rows without a request, in the order of their release or, after `sort_idle`, of their numbers."""
         self._releases = 0
 
     def __getitem__(self, number: int) -> Row:
@@ -117,7 +117,7 @@ class Roster(NamedTuple):
     @classmethod
     def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
-        requests = [row.job.request for row in running if row.job is not None]  # all, and faster than `ticket`
+        requests = [row.job.request for row in running if row.job is not None]  # true of all
         numbers = np.array([row.number for row in running], dtype=np.int64)
         mode = Mode(
             batch.depth > 0 and any(request.speculate for request in requests),
