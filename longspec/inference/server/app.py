@@ -69,7 +69,7 @@ class Service:
         replies = replies_kind(self.model.name, job)
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
-        response = EventStream(job, replies) if body.stream else await _whole(http, job, replies)
+        response = EventStream(replies) if body.stream else await _whole(http, replies)
         if body.model_extra:
             # The names are the client's text: in a header they must be short, printable and without quotes.
             names = re.sub(r"[^\w.\- ,]", "?", ", ".join(body.model_extra), flags=re.ASCII)[:LONGEST_WARNING]
@@ -130,8 +130,8 @@ class Service:
 class EventStream(StreamingResponse):
     """A job's deltas as server-sent events. However it ends, the job gives its rows back."""
 
-    def __init__(self, job: Job, replies: Replies) -> None:
-        self.job, self.replies = job, replies
+    def __init__(self, replies: Replies) -> None:
+        self.replies, self.job = replies, replies.job
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers, media_type="text/event-stream")
 
@@ -164,11 +164,11 @@ class EventStream(StreamingResponse):
         yield DONE
 
 
-async def _whole(http: Request, job: Job, replies: Replies) -> Response:
+async def _whole(http: Request, replies: Replies) -> Response:
     """The answer in one piece; its rows are given back as soon as the client disconnects. Raises ApiError."""
 
     async def collect() -> list[Delta]:
-        return [delta async for delta in job.deltas()]
+        return [delta async for delta in replies.job.deltas()]
 
     async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -183,7 +183,7 @@ async def _whole(http: Request, job: Job, replies: Replies) -> Response:
     finally:
         answer.cancel()
         gone.cancel()
-        job.cancel()
+        replies.job.cancel()
 
 
 def build_app(
