@@ -117,7 +117,7 @@ class Roster(NamedTuple):
     @classmethod
     def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
-        requests = [row.job.request for row in running if row.job is not None]  # true of all
+        requests = [row.ticket.request for row in running]
         numbers = np.array([row.number for row in running], dtype=np.int64)
         mode = Mode(
             batch.depth > 0 and any(request.speculate for request in requests),

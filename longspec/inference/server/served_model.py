@@ -15,7 +15,7 @@ from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, with_word_ids
+from longspec.inference.token_options import TOKEN_OPTIONS, check_option, token_settings, with_word_ids
 
 SETTINGS: dict[str, Any] = {"temperature": 1.0, **FILTERS, **TOKEN_OPTIONS}
 """The settings of a request that a generation config may have, with the values of the target's own distribution."""
@@ -41,7 +41,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         """Raises UserError for a value of the generation config that is of a wrong type or outside its range."""
         try:
-            check_sampling(self.config.max_new_tokens or 1, 1.0, 1.0, 0)
+            check_option("max_new_tokens", self.config.max_new_tokens or 1)
             self.sampling({}, self.stop_ids)
         except UserError as error:
             raise UserError(f"generation_config.{error}; correct the file, or use --generation_config none") from error
