@@ -28,6 +28,7 @@ class Detokenizer:
         """The tokens of the last piece, then those that came after it."""
         self._emitted = 0
         """Number of `_tokens` that belong to the last piece."""
+        self._special = frozenset(tokenizer.all_special_ids)
 
     @property
     def held(self) -> str:
@@ -39,6 +40,8 @@ class Detokenizer:
         """The text that the token completes; empty for special tokens and parts of characters."""
         self._tokens.append(token)
         text = self.held
+        if not text and token in self._special:
+            self._tokens.pop()  # a long run of them would be decoded again with each token
         if text.endswith(REPLACEMENT) or not text:
             return ""
         self._tokens = self._tokens[self._emitted :]
