@@ -76,8 +76,7 @@ class ServedModel:
         if choices > limits.max_choices:
             raise ApiError(400, f"n: {choices} is above this server's limit of {limits.max_choices}", "n")
         stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
-        given = {name: getattr(body, name, None) for name in (*SETTINGS, "bad_words")}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = body.model_dump(include={*SETTINGS, "bad_words"}, exclude_none=True)
         seeds = [None if body.seed in (None, -1) else body.seed + index for index in range(body.n)]
         try:
             return [
