@@ -64,7 +64,7 @@ class Service:
         body = await read_body(http, kind, self.limits)
         # Time in the tokenizer and in the queue counts, too.
         deadline = asyncio.get_running_loop().time() + self.limits.max_seconds
-        requests = await self._encoded(lambda: self.model.requests(body, self.limits))
+        requests = await self._encoded(self.model.requests, body, self.limits)
         job = Job(self.scheduler, requests, body, self.model.tokenizer, deadline, self.metrics)
         replies = replies_kind(self.model.name, job)
         # A request that is refused must get its status, so all choices are queued before a stream begins.
@@ -76,9 +76,9 @@ class Service:
             response.headers["Warning"] = f'299 longspec "ignored fields: {names}"'
         return response
 
-    async def _encoded(self, encode: Callable[[], T]) -> T:
+    async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that runs the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode)
+        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *arguments)
 
     async def models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})
@@ -109,7 +109,7 @@ class Service:
         for token in body.tokens:
             if not 0 <= token < self.model.vocab_size:
                 raise ApiError(400, f"tokens: token {token}; the vocabulary has {self.model.vocab_size}", "tokens")
-        return JSONResponse({"prompt": await self._encoded(lambda: self.model.tokenizer.decode(body.tokens))})
+        return JSONResponse({"prompt": await self._encoded(self.model.tokenizer.decode, body.tokens)})
 
     async def tokenizer_info(self, http: Request) -> Response:
         tokenizer = self.model.tokenizer

@@ -19,6 +19,8 @@ from longspec.inference.token_options import TOKEN_OPTIONS, check_option, token_
 
 SETTINGS: dict[str, Any] = {"temperature": 1.0, **FILTERS, **TOKEN_OPTIONS}
 """The settings of a request that a generation config may have, with the values of the target's own distribution."""
+DEFAULT_NEW_TOKENS = 1024
+"""Limit of a chat answer if neither its request nor the generation config sets one."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class ServedModel:
             return [
                 Request(
                     prompt,
-                    self._new_tokens(prompt, body, limits),
+                    self._new_tokens(prompt, body.token_limit),
                     self.sampling(given, stop_ids, len(prompt), seed),
                     stop_ids,
                     speculate=body.longspec.speculate,
@@ -106,13 +108,12 @@ class ServedModel:
         except RecordError as error:  # the chat template fails
             raise ApiError(400, f"messages: {error}", "messages") from error
 
-    def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
+    def _new_tokens(self, prompt: list[int], limit: int | None) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default. The
         engine refuses a limit above this room."""
         room = self.positions - len(prompt)
-        new_tokens = body.token_limit
-        if new_tokens is None:
-            new_tokens = min(self.config.max_new_tokens or limits.default_new_tokens, room)
-        elif new_tokens == -1:
-            new_tokens = room
-        return max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one
+        if limit is None:
+            limit = min(self.config.max_new_tokens or DEFAULT_NEW_TOKENS, room)
+        elif limit == -1:
+            limit = room
+        return max(limit, 1)  # of an answer of 0 tokens, the engine makes the first one
