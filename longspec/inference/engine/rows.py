@@ -38,7 +38,7 @@ class Row:
 class Rows:
     """All rows, by number."""
 
-    def __init__(self, count: int, least_shared: int | None = 1) -> None:
+    def __init__(self, count: int, least_shared: int | None) -> None:
         """least_shared: tokens of a prefix from which on a request reuses those that a row holds; None for never."""
         self._rows = [Row(number, number) for number in range(count)]
         self._least_shared = least_shared
