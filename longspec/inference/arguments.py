@@ -76,7 +76,7 @@ def check_token_ids(input_ids: Any) -> None:
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
     """Drafting settings that fit a model; the levels of "auto" fit its vocabulary. Raises UserError."""
-    method, vocab_size, shape = drafting.method, model.config.vocab_size, ()
+    method, vocab_size = drafting.method, model.config.vocab_size
     check_drafting(drafting, vocab_size)
     has_draft = model.draft_is_trained or allow_untrained_draft
     if method in GLIDE_METHODS and not has_draft:
@@ -85,8 +85,8 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
             "(--draft DRAFT, in Python glide_path=DRAFT or allow_untrained_draft=True), or choose method lookup"
         )
     check_draft_window(drafting, model.draft_model.window)
-    if method in ("tree", AUTO):
-        shape = tuple(min(int(width), vocab_size) for width in drafting.tree_shape)
+    widths = drafting.tree_shape if method in ("tree", AUTO) else ()
+    shape = tuple(min(int(width), vocab_size) for width in widths)
     return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
