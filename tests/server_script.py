@@ -5,7 +5,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 from http_server import EOS, NAME, POSITIONS, chat_tokenizer, encode
@@ -51,7 +50,7 @@ class Script:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def submit(self, request: Request, on_event: OnEvent) -> Ticket:
-        check_request(request, SimpleNamespace(vocab_size=VOCAB_SIZE), POSITIONS)  # type: ignore[arg-type]
+        check_request(request, VOCAB_SIZE, POSITIONS)
         if self.refusal is not None and len(self.submitted) >= self.room:
             raise self.refusal
         self.submitted.append(request)

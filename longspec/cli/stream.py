@@ -42,7 +42,7 @@ class AnswerStream:
 
     def end(self) -> None:
         """Print what is left of the answer."""
-        self._print(self._pieces.end(), "target")
+        self._print(self._pieces.held, "target")
         self.console.print()
 
     def _print(self, piece: str, origin: Origin) -> None:

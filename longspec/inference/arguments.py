@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import Request, RequestTooLarge
@@ -77,7 +76,7 @@ def check_token_ids(input_ids: Any) -> None:
 
 def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draft: bool) -> Drafting:
     """Drafting settings that fit a model; the levels of "auto" fit its vocabulary. Raises UserError."""
-    method, vocab_size, shape = drafting.method, model.config.vocab_size, ()
+    method, vocab_size = drafting.method, model.config.vocab_size
     check_drafting(drafting, vocab_size)
     has_draft = model.draft_is_trained or allow_untrained_draft
     if method in GLIDE_METHODS and not has_draft:
@@ -86,8 +85,8 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
             "(--draft DRAFT, in Python glide_path=DRAFT or allow_untrained_draft=True), or choose method lookup"
         )
     check_draft_window(drafting, model.draft_model.window)
-    if method in ("tree", AUTO):
-        shape = tuple(min(int(width), vocab_size) for width in drafting.tree_shape)
+    widths = drafting.tree_shape if method in ("tree", AUTO) else ()
+    shape = tuple(min(int(width), vocab_size) for width in widths)
     return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
@@ -132,7 +131,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float, top_k:
         check_option(name, value)
 
 
-def check_request(request: Request, config: PreTrainedConfig, limit: int) -> None:
+def check_request(request: Request, vocab_size: int, limit: int) -> None:
     """Raise RequestTooLarge for a request of more than `limit` tokens, another UserError if it is malformed."""
     sampling = request.sampling
     check_sampling(request.max_new_tokens, sampling.temperature, **{name: getattr(sampling, name) for name in FILTERS})
@@ -140,10 +139,8 @@ def check_request(request: Request, config: PreTrainedConfig, limit: int) -> Non
     if not request.prompt:
         raise UserError("prompt: empty; it needs at least one token")
     for token in (min(request.prompt), max(request.prompt)):
-        if not 0 <= token < config.vocab_size:
-            raise UserError(
-                f"prompt: token id {token}, the target has {config.vocab_size}; use the target's own tokenizer"
-            )
+        if not 0 <= token < vocab_size:
+            raise UserError(f"prompt: token id {token}, the target has {vocab_size}; use the target's own tokenizer")
     if request.longest > limit:
         raise RequestTooLarge(
             f"prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens}: "

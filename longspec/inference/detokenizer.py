@@ -28,24 +28,22 @@ class Detokenizer:
         """The tokens of the last piece, then those that came after it."""
         self._emitted = 0
         """Number of `_tokens` that belong to the last piece."""
+        self._special = frozenset(tokenizer.all_special_ids)
 
-    def _pending(self) -> str:
-        """The text of the tokens after the last piece."""
+    @property
+    def held(self) -> str:
+        """The text of the tokens after the last piece: once no token follows, the bytes of an incomplete character."""
         before = self._decode(self._tokens[: self._emitted])
         return self._decode(self._tokens)[len(before) :]
 
     def add(self, token: int) -> str:
         """The text that the token completes; empty for special tokens and parts of characters."""
         self._tokens.append(token)
-        text = self._pending()
+        text = self.held
+        if not text and token in self._special:
+            self._tokens.pop()  # a long run of them would be decoded again with each token
         if text.endswith(REPLACEMENT) or not text:
             return ""
         self._tokens = self._tokens[self._emitted :]
         self._emitted = len(self._tokens)
-        return text
-
-    def end(self) -> str:
-        """The text that was held back: the bytes of an incomplete character."""
-        text = self._pending()
-        self._tokens, self._emitted = [], 0
         return text

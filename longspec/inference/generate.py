@@ -153,7 +153,7 @@ def generate(
     ids, sampling = [row.tolist() for row in rows], (temperature, top_p, top_k)
     requests = make_requests(model, ids, seeds, options, eos_ids, max_new_tokens, *sampling)
     for request in requests:
-        arguments.check_request(request, model.config, position_limit(model.config))
+        arguments.check_request(request, model.config.vocab_size, position_limit(model.config))
     answers: list[list[int]] = [[] for _ in rows]
     device = model.lm_head.weight.device
     prompts = [row.to(device) for row in given] if stopping_criteria else given

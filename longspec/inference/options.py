@@ -78,7 +78,7 @@ def check_arguments(arguments: Mapping[str, Any], config: GenerationConfig, targ
 def report_ignored(
     config: GenerationConfig,
     target: str | None,
-    applied: Collection[str] = FILE_OPTIONS,
+    applied: Collection[str],
     report: Callable[[str], object] | None = None,
 ) -> None:
     """Say in one line which options of a target's generation config change its answers, but are ignored. applied: those
@@ -98,7 +98,7 @@ def sampling_settings(
     config: GenerationConfig,
     stop_ids: Collection[int],
     vocab: int,
-    prompt_length: int = 0,
+    prompt_length: int,
 ) -> dict[str, Any]:
     """The fields of `Sampling` that follow from FILE_OPTIONS, of the arguments or else of a generation config. See
     `token_settings`. Raises UserError, which says whether a value is the config's."""

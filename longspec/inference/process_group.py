@@ -141,9 +141,10 @@ def _leading() -> Iterator[None]:
     except UserError:
         _end_others(2)
         raise
+    else:
+        _end_others(0)
     finally:
         _leads = False
-    _end_others(0)
 
 
 def _end_others(code: int) -> None:
@@ -172,7 +173,9 @@ def _follow(stop: StopSignals) -> None:
 
 
 def _send(message: Any) -> None:
-    """Send a message to the other ranks, without waiting for them."""
+    """Send a message to the other ranks, if there are any, without waiting for them."""
+    if not _leads:
+        return
     while _sent and _sent[0][0].is_completed():
         _sent.popleft()[0].wait()
     data = pickle.dumps(message)
@@ -203,8 +206,7 @@ def same_on_all_ranks(compute: Callable[[], T]) -> T:
 def repeat_calls(build: Callable[..., T], model: Any, arguments: Mapping[str, Any]) -> T:
     """`build(model, **arguments)`, on all ranks. The others repeat calls of its `repeated` methods until
     `end_calls`."""
-    if _leads:
-        _send((_repeat, {"build": build, "arguments": arguments}))
+    _send((_repeat, {"build": build, "arguments": arguments}))
     return build(model, **arguments)
 
 
@@ -213,8 +215,7 @@ def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate
 
     @wraps(method)
     def call(owner: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
-        if _leads:
-            _send((method.__name__, arguments, named))
+        _send((method.__name__, arguments, named))
         return method(owner, *arguments, **named)
 
     return call
@@ -222,8 +223,7 @@ def repeated(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate
 
 def end_calls() -> None:
     """The other ranks end the repetition of `repeat_calls`."""
-    if _leads:
-        _send(None)
+    _send(None)
 
 
 def _repeat(model: Any, build: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -237,8 +237,7 @@ def _repeat(model: Any, build: Callable[..., Any], arguments: Mapping[str, Any])
 
 def repeat_load(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Let the other ranks call `function`, which returns this rank's part of the pair. No effect without them."""
-    if _leads:
-        _send((function, arguments))
+    _send((function, arguments))
 
 
 def on_every_rank(compute: Callable[[], T]) -> T:

@@ -2,7 +2,7 @@
 `Sampling` that follow from options about earlier or single tokens. Importing this module loads no library."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import inf
 from numbers import Integral, Real
 from typing import Any
@@ -64,10 +64,10 @@ def is_real(value: Any) -> bool:
 def check_option(name: str, value: Any) -> None:
     """Raise UserError for a number outside its range."""
     kind, least, most = _RANGES[name]
-    is_number = is_integer(value) if kind is int else is_real(value)
-    if not is_number or not least <= value <= most or value == _LEFT_OUT.get(name):
-        valid = f"an integer from {least} to {most}" if kind is int else f"from {least:.4g} to {most:.4g}"
-        valid += f", but not {_LEFT_OUT[name]}" if name in _LEFT_OUT else ""
+    if kind is int:
+        check_integer(name, value, int(least), int(most))
+    elif not is_real(value) or not least <= value <= most or value == _LEFT_OUT.get(name):
+        valid = f"from {least:.4g} to {most:.4g}" + (f", but not {_LEFT_OUT[name]}" if name in _LEFT_OUT else "")
         raise UserError(f"{name}: {value!r}; it must be {valid}")
 
 
@@ -93,23 +93,19 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_word_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Options with `bad_words`, texts, replaced by bad_words_ids. Raises UserError for a text that is none."""
-    if (words := options.get("bad_words")) is None:
-        return dict(options)
-    rest = {name: value for name, value in options.items() if name != "bad_words"}
-    return rest | {"bad_words_ids": [*(rest.get("bad_words_ids") or []), *word_ids(words, tokenizer)]}
-
-
-def word_ids(words: Iterable[str], tokenizer: Any) -> list[list[int]]:
-    """The token ids of each text, at the beginning of a text and after a space."""
-    found: dict[tuple[int, ...], None] = {}
+    """Options with `bad_words`, texts, replaced by bad_words_ids: those of each text at the beginning of a text and
+    after a space. Raises UserError for a text that is none."""
+    replaced = dict(options)
+    if (words := replaced.pop("bad_words", None)) is None:
+        return replaced
+    ids: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise UserError(f"bad_words: {word!r}; give texts that are not empty")
         for text in (word.lstrip(), f" {word.lstrip()}"):
-            if ids := tokenizer(text, add_special_tokens=False)["input_ids"]:
-                found[tuple(ids)] = None
-    return [list(ids) for ids in found]
+            if own := tokenizer(text, add_special_tokens=False)["input_ids"]:
+                ids[tuple(own)] = None
+    return replaced | {"bad_words_ids": [*(replaced.get("bad_words_ids") or []), *ids]}
 
 
 def token_settings(
@@ -118,8 +114,7 @@ def token_settings(
     """The fields of `Sampling` that follow from the TOKEN_OPTIONS among `values`; None is neutral. stop_ids: the tokens
     that end an answer, which min_new_tokens and min_length delay; bad words do not ban them, as in transformers.
     prompt_length: tokens that min_length counts, too. Raises UserError for a wrong value."""
-    given = {name: values.get(name) for name in TOKEN_OPTIONS}
-    values = {name: TOKEN_OPTIONS[name] if value is None else value for name, value in given.items()}
+    values = {name: neutral if values.get(name) is None else values[name] for name, neutral in TOKEN_OPTIONS.items()}
     for name in (*NUMBERS, "min_new_tokens", "min_length"):
         check_option(name, values[name])
     least = values["min_new_tokens"] or max(0, values["min_length"] - prompt_length)
@@ -133,10 +128,10 @@ def token_settings(
     rules = [Rule(token, -inf, until=int(least)) for token in sorted(stop_ids) if least and 0 <= token < vocab]
     rules += [Rule(check("logit_bias", token), bias) for token, bias in _biases(values["logit_bias"])]
     for name, until in (("suppress_tokens", ALWAYS), ("begin_suppress_tokens", 1)):
-        rules += [Rule(check(name, token), -inf, until=until) for token in _list(name, values)]
+        rules += [Rule(check(name, token), -inf, until=until) for token in _list(name, values[name])]
 
     def check_word(name: str, word: Any) -> list[int]:
-        ids = [check(name, token) for token in _list(name, {name: word})]
+        ids = [check(name, token) for token in _list(name, word)]
         if not 1 <= len(ids) <= LONGEST_WORD:
             raise UserError(f"{name}: a word of {len(ids)} tokens; it must have 1 to {LONGEST_WORD}")
         return ids
@@ -144,7 +139,7 @@ def token_settings(
     for word, bias in _sequences(values["sequence_bias"]):
         ids = check_word("sequence_bias", word)
         rules.append(Rule(ids[-1], bias, tuple(ids[:-1])))
-    for word in _list("bad_words_ids", values):
+    for word in _list("bad_words_ids", values["bad_words_ids"]):
         ids = check_word("bad_words_ids", word)
         if len(ids) > 1 or ids[0] not in stop_ids:
             rules.append(Rule(ids[-1], -inf, tuple(ids[:-1])))
@@ -176,8 +171,7 @@ def _sequences(value: Any) -> Iterator[tuple[Any, float]]:
         yield word, float(bias)
 
 
-def _list(name: str, values: Mapping[str, Any]) -> Sequence[Any]:
-    value = values[name]
+def _list(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise UserError(f"{name}: {value!r}; give a list")
     return value

@@ -191,5 +191,5 @@ def test_many_requests_leak_nothing(model: GlideMixin) -> None:
         snapshot = scheduler.snapshot()
         assert sum(snapshot.finished.values()) == snapshot.requests == 140 and snapshot.finished["cancelled"] > 20
         assert snapshot.running == snapshot.queued == 0 and not scheduler.batch.active.any()
-        assert threading.active_count() == threads and not [ticket for ticket in tickets if ticket() is not None]
+        assert threading.active_count() <= threads and not [ticket for ticket in tickets if ticket() is not None]
         assert psutil.Process().memory_info().rss < 1.02 * resident

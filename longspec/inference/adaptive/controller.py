@@ -57,7 +57,7 @@ class Observed(NamedTuple):
     """int64 [n, depth + 1]."""
     counts: np.ndarray
     """int64 [n]: number of valid `tokens`."""
-    parts: Sequence[RowRound] = ()
+    parts: Sequence[RowRound]
     """For a tree: the rounds of those rows that have tokens."""
 
 

@@ -16,7 +16,7 @@ class SparseTarget(DraftDecoder):
     """The target, reading a constant number of KV entries: SINK + RECENT accepted tokens and the chain so far. Its own
     keys and values go to the slots after the accepted tokens, where verification overwrites them."""
 
-    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None = None) -> Tensor:
+    def next_logits(self, tokens: Tensor, step: int, cache: TargetCache, feature: Tensor | None) -> Tensor:
         read_slots, visible = self._view(cache.lengths, step, capacity=cache.keys.shape[3])
         positions = (cache.lengths.long() + step)[:, None]
 

@@ -106,7 +106,7 @@ class RequestEngine:
 
     def add(self, request: Request, on_event: OnEvent) -> Ticket:
         """Queue a request. Raises RequestTooLarge, and UserError for a malformed one."""
-        check_request(request, self.model.config, self.longest)
+        check_request(request, self.model.config.vocab_size, self.longest)
         ticket = Ticket(request, on_event, time.perf_counter())
         self.clients.open.add(ticket)
         self.waiting.append(ticket)

@@ -114,7 +114,7 @@ class RowRound(NamedTuple):
 class Flight:
     """A round that was launched and whose result the host has not read."""
 
-    def __init__(self, result: RoundResult, report: Report, traced: bool = False) -> None:
+    def __init__(self, result: RoundResult, report: Report, traced: bool) -> None:
         """traced: whether the trace is read as well."""
         self.report = report
         self.width = result.tokens.shape[1]

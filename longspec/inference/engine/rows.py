@@ -38,7 +38,7 @@ class Row:
 class Rows:
     """All rows, by number."""
 
-    def __init__(self, count: int, least_shared: int | None = 1) -> None:
+    def __init__(self, count: int, least_shared: int | None) -> None:
         """least_shared: tokens of a prefix from which on a request reuses those that a row holds; None for never."""
         self._rows = [Row(number, number) for number in range(count)]
         self._least_shared = least_shared
@@ -117,7 +117,7 @@ class Roster(NamedTuple):
     @classmethod
     def of(cls, running: list[Row], batch: Batch) -> "Roster":
         """running: the rows past prefill."""
-        requests = [row.job.request for row in running if row.job is not None]  # true of all
+        requests = [row.ticket.request for row in running]
         numbers = np.array([row.number for row in running], dtype=np.int64)
         mode = Mode(
             batch.depth > 0 and any(request.speculate for request in requests),

@@ -56,7 +56,7 @@ class AnswerText:
 
     def end(self) -> list[Piece]:
         """The pieces still held, when no token follows. The last one ends with U+FFFD if its character is cut off."""
-        if not self.stopped and (rest := self._detokenizer.end()):
+        if not self.stopped and (rest := self._detokenizer.held):
             self._held.append(Piece(None, rest, "target"))
             self._cut()
         return self._release(unsure=0)
@@ -98,7 +98,7 @@ def prompt_pieces(tokenizer: Any, ids: Sequence[int], text: str | None, scores: 
     scores: those of the tokens from the second one on; none if they are unknown."""
     detokenizer = Detokenizer(tokenizer)
     texts = [detokenizer.add(token) for token in ids]
-    texts[-1] += detokenizer.end()
+    texts[-1] += detokenizer.held
     if text not in (None, "".join(texts)):  # the tokenizer changes it, or the text names special tokens
         texts = [text, *[""] * (len(ids) - 1)]
     pieces = [Piece(token, part, "prompt") for token, part in zip(ids, texts, strict=True)]

@@ -64,21 +64,21 @@ class Service:
         body = await read_body(http, kind, self.limits)
         # Time in the tokenizer and in the queue counts, too.
         deadline = asyncio.get_running_loop().time() + self.limits.max_seconds
-        requests = await self._encoded(lambda: self.model.requests(body, self.limits))
+        requests = await self._encoded(self.model.requests, body, self.limits)
         job = Job(self.scheduler, requests, body, self.model.tokenizer, deadline, self.metrics)
         replies = replies_kind(self.model.name, job)
         # A request that is refused must get its status, so all choices are queued before a stream begins.
         job.submit()
-        response = EventStream(job, replies) if body.stream else await _whole(http, job, replies)
+        response = EventStream(replies) if body.stream else await _whole(http, replies)
         if body.model_extra:
             # The names are the client's text: in a header they must be short, printable and without quotes.
             names = re.sub(r"[^\w.\- ,]", "?", ", ".join(body.model_extra), flags=re.ASCII)[:LONGEST_WARNING]
             response.headers["Warning"] = f'299 longspec "ignored fields: {names}"'
         return response
 
-    async def _encoded(self, encode: Callable[[], T]) -> T:
+    async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
         """The result of a function that runs the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode)
+        return await asyncio.get_running_loop().run_in_executor(self.encoder, encode, *arguments)
 
     async def models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})
@@ -109,7 +109,7 @@ class Service:
         for token in body.tokens:
             if not 0 <= token < self.model.vocab_size:
                 raise ApiError(400, f"tokens: token {token}; the vocabulary has {self.model.vocab_size}", "tokens")
-        return JSONResponse({"prompt": await self._encoded(lambda: self.model.tokenizer.decode(body.tokens))})
+        return JSONResponse({"prompt": await self._encoded(self.model.tokenizer.decode, body.tokens)})
 
     async def tokenizer_info(self, http: Request) -> Response:
         tokenizer = self.model.tokenizer
@@ -130,8 +130,8 @@ class Service:
 class EventStream(StreamingResponse):
     """A job's deltas as server-sent events. However it ends, the job gives its rows back."""
 
-    def __init__(self, job: Job, replies: Replies) -> None:
-        self.job, self.replies = job, replies
+    def __init__(self, replies: Replies) -> None:
+        self.replies, self.job = replies, replies.job
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers, media_type="text/event-stream")
 
@@ -164,11 +164,11 @@ class EventStream(StreamingResponse):
         yield DONE
 
 
-async def _whole(http: Request, job: Job, replies: Replies) -> Response:
+async def _whole(http: Request, replies: Replies) -> Response:
     """The answer in one piece; its rows are given back as soon as the client disconnects. Raises ApiError."""
 
     async def collect() -> list[Delta]:
-        return [delta async for delta in job.deltas()]
+        return [delta async for delta in replies.job.deltas()]
 
     async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -183,7 +183,7 @@ async def _whole(http: Request, job: Job, replies: Replies) -> Response:
     finally:
         answer.cancel()
         gone.cancel()
-        job.cancel()
+        replies.job.cancel()
 
 
 def build_app(

@@ -156,9 +156,9 @@ class Job:
 
     def _finish(self, index: int, event: Finished) -> Delta:
         if event.reason == "error":
-            raise ApiError(500, event.message or "the request failed")
+            raise ApiError(500, event.message)
         if event.reason == "cancelled":
-            raise ApiError(503, event.message or SERVER_STOPPED)
+            raise ApiError(503, SERVER_STOPPED)
         choice = self.choices[index]
         pieces = choice.text.end()  # may find a stop string in text that was held back
         choice.ended = True

@@ -23,8 +23,6 @@ class Limits:
     max_body_bytes: int = 8 << 20
     max_choices: int = 16
     """Prompts times `n`; they must fit into the queue together."""
-    default_new_tokens: int = 1024
-    """Limit of a chat answer whose request sets none."""
 
 
 async def read_body(http: Request, kind: type[Body], limits: Limits) -> Body:

@@ -15,10 +15,12 @@ from longspec.inference.request import FILTERS, Sampling
 from longspec.inference.server.errors import ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
-from longspec.inference.token_options import TOKEN_OPTIONS, token_settings, with_word_ids
+from longspec.inference.token_options import TOKEN_OPTIONS, check_option, token_settings, with_word_ids
 
 SETTINGS: dict[str, Any] = {"temperature": 1.0, **FILTERS, **TOKEN_OPTIONS}
 """The settings of a request that a generation config may have, with the values of the target's own distribution."""
+DEFAULT_NEW_TOKENS = 1024
+"""Limit of a chat answer if neither its request nor the generation config sets one."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         """Raises UserError for a value of the generation config that is of a wrong type or outside its range."""
         try:
-            check_sampling(self.config.max_new_tokens or 1, 1.0, 1.0, 0)
+            check_option("max_new_tokens", self.config.max_new_tokens or 1)
             self.sampling({}, self.stop_ids)
         except UserError as error:
             raise UserError(f"generation_config.{error}; correct the file, or use --generation_config none") from error
@@ -76,14 +78,13 @@ class ServedModel:
         if choices > limits.max_choices:
             raise ApiError(400, f"n: {choices} is above this server's limit of {limits.max_choices}", "n")
         stop_ids = frozenset() if body.longspec.ignore_eos else self.stop_ids
-        given = {name: getattr(body, name, None) for name in (*SETTINGS, "bad_words")}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = body.model_dump(include={*SETTINGS, "bad_words"}, exclude_none=True)
         seeds = [None if body.seed in (None, -1) else body.seed + index for index in range(body.n)]
         try:
             return [
                 Request(
                     prompt,
-                    self._new_tokens(prompt, body, limits),
+                    self._new_tokens(prompt, body.token_limit),
                     self.sampling(given, stop_ids, len(prompt), seed),
                     stop_ids,
                     speculate=body.longspec.speculate,
@@ -107,13 +108,12 @@ class ServedModel:
         except RecordError as error:  # the chat template fails
             raise ApiError(400, f"messages: {error}", "messages") from error
 
-    def _new_tokens(self, prompt: list[int], body: ChatRequest | CompletionRequest, limits: Limits) -> int:
+    def _new_tokens(self, prompt: list[int], limit: int | None) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default. The
         engine refuses a limit above this room."""
         room = self.positions - len(prompt)
-        new_tokens = body.token_limit
-        if new_tokens is None:
-            new_tokens = min(self.config.max_new_tokens or limits.default_new_tokens, room)
-        elif new_tokens == -1:
-            new_tokens = room
-        return max(new_tokens, 1)  # of an answer of 0 tokens, the engine makes the first one
+        if limit is None:
+            limit = min(self.config.max_new_tokens or DEFAULT_NEW_TOKENS, room)
+        elif limit == -1:
+            limit = room
+        return max(limit, 1)  # of an answer of 0 tokens, the engine makes the first one

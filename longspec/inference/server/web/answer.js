@@ -29,10 +29,7 @@ class Answer {
     this.record = record;
     this.blocks = [];
     this.isDue = false;
-    $("markdown").addEventListener("change", () => {
-      this.blocks = [];
-      this.draw();
-    });
+    this.turn.answer = this;
   }
 
   static start(kind) {
@@ -172,6 +169,13 @@ class Answer {
     return button;
   }
 }
+
+$("markdown").addEventListener("change", () => {
+  for (const { answer } of document.querySelectorAll(".assistant")) {
+    answer.blocks = [];
+    answer.draw();
+  }
+});
 
 function drawRound(panel, { tree, tokens }) {
   const { texts, parents, accepted } = tree;
