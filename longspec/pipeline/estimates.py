@@ -26,10 +26,12 @@ from longspec.pipeline.settings import Settings
 
 REFERENCE, WIDTH = 1.54e9, 1536
 """Parameters and hidden units of the target whose speeds are known."""
-PASS, DECODE, HALF_BATCH = 268_000.0, 42_000.0, 128
+PASS, DECODE, HALF_BATCH = 268_000.0, 68_000.0, 128
 """Tokens/s of its forward pass in training, and of text that it writes in the largest batches. A batch of HALF_BATCH
 rows has half of this speed."""
-PREFILL, MOST_PREFILL = 0.4, 65_000.0
+CONVERSATION_S = 1.5e-3
+"""Further seconds per conversation: its prompt is read twice, and the host checks and stores its text."""
+PREFILL, MOST_PREFILL = 0.4, 130_000.0
 """Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most (of small targets on a GPU)."""
 DRAFT_S, NARROW = 3.3e-6, 0.7
 """Seconds per token that its draft takes to train, and the part of it that the draft of a narrow target takes."""
@@ -46,7 +48,7 @@ START_S, PROBE_START_S, SCORE_S, SEARCH_S = 25, 40, 4, 10
 candidates, and to find source files."""
 COMPOSED, FILE_TOKENS = 300_000, 4_800
 """Tokens/s of prompts that are composed, and mean tokens of a source file."""
-WARM_UP_S = 2.5
+WARM_UP_S = 0.5
 """Seconds of the first sample of a method, a temperature and a context on a GPU."""
 ROUND_TOKENS, TREE_TOKENS = {"vanilla": 1.0, "lookup": 1.4, "magicdec": 1.5}, 2.5
 """Tokens per round, as far as they differ from those of a tree."""
@@ -140,7 +142,7 @@ def decode_seconds(target: Target, machine: Machine, tokens: float, batch: int) 
     """Seconds of one GPU for `tokens` new tokens of batches of `batch` rows."""
     scale = REFERENCE / target.parameters
     if machine.gpus and scale > 1:
-        scale **= 0.15  # rounds of a small target cost launches, not arithmetic
+        scale **= 0.18  # rounds of a small target cost launches, not arithmetic
     speed = DECODE * machine.speed * scale
     return tokens / (speed * batch / (batch + HALF_BATCH))
 
@@ -176,9 +178,11 @@ def estimate(settings: Settings, target: Target, machine: Machine) -> Estimate:
     """The estimate for all steps of the settings."""
     asked = [settings.prompts.train, settings.prompts.validation]
     chat, devices = settings.chat, machine.devices
-    new = (chat.train + chat.validation + chat.test) * CHAT_FILLED * (chat.max_turn_tokens / 2 + chat.max_new_tokens)
+    conversations = chat.train + chat.validation + chat.test
+    new = conversations * CHAT_FILLED * (chat.max_turn_tokens / 2 + chat.max_new_tokens)
     tokens = {CHAT: new}
-    seconds = {CHAT: START_S + decode_seconds(target, machine, new, chat.batch_size) / devices}
+    writing = decode_seconds(target, machine, new, chat.batch_size) + conversations * CONVERSATION_S
+    seconds = {CHAT: START_S + writing / devices}
     text = sum(count * mean_length(settings, group) for counts in asked for group, count in counts.items())
     text += sum(
         (task.prompts or settings.prompts.test) * sum(task.contexts) for task in settings.evaluation.tasks.values()
