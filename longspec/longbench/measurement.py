@@ -7,9 +7,8 @@ from typing import Any
 
 from longspec.command_line import drafting_of
 from longspec.inference import load_pair
-from longspec.inference.answering import Listener, answer_all
+from longspec.inference.answering import answer_all, whole_answers
 from longspec.inference.arguments import checked_drafting, end_tokens
-from longspec.inference.engine.requests import Tokens
 from longspec.inference.generate import generate, make_requests
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats
@@ -109,15 +108,9 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
 
     def work_together(own: Iterator[int], count: Count) -> None:
         indices = list(own)
-        answers: list[list[int]] = [[] for _ in indices]
-
-        def take(number: int, event: Tokens) -> None:
-            answers[number] += event.ids
-
-        def finish(number: int, stats: GenerationStats) -> None:
-            add(indices[number], answers[number], stats, count)
-
-        listener = Listener(take, finish, job.is_stopped, in_blocks=True)
+        listener = whole_answers(
+            lambda number, token_ids, stats: add(indices[number], token_ids, stats, count), job.is_stopped
+        )
         options, eos_ids = plan.options, end_tokens(model, plan.pair.eos_token_id)
         ids = [prompts[index].token_ids for index in indices]
         seeds = [row_seed(options.seed, index) for index in indices]
