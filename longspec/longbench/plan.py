@@ -27,7 +27,7 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.request import FILTER_OPTIONS
-from longspec.inference.token_options import check_option, token_settings, with_word_ids
+from longspec.inference.token_options import check_integer, check_option, token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -43,8 +43,8 @@ SAMPLING = ("temperature", "top_p", "top_k")
 INPUTS = ("model_name", "target", "draft", "data_path_prefix", "prompt_file", "token_options", "device")
 """Options that count by what they resolve to."""
 OUTPUTS = ("output_dir", "overwrite")
-INT64_LIMIT = 2**63
-"""Seeds are below this value, so that they fit into a LongTensor."""
+LARGEST_SEED = 2**63 - 1
+"""Seeds fit into a LongTensor."""
 
 
 @dataclass
@@ -192,12 +192,9 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
 
 def _check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
-    least = {"test_length": 0, "batch_size": 1, "tp_size": 1, "min_prompt_len": 0, "headroom": 0, "seed": 0}
-    for name, number in least.items():
-        if getattr(options, name) < number:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
-    if options.seed >= INT64_LIMIT:
-        raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
+    for name, least in {"test_length": 0, "batch_size": 1, "min_prompt_len": 0, "headroom": 0}.items():
+        check_integer(f"--{name}", getattr(options, name), least)
+    check_integer("--seed", options.seed, 0, LARGEST_SEED)
     for name in options.token_options.keys() & set(FILTER_OPTIONS):
         check_option(name, options.token_options[name])
 

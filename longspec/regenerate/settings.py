@@ -10,7 +10,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
 from longspec.inference.request import FILTER_OPTIONS, FILTERS, Sampling
-from longspec.inference.token_options import check_option, token_settings, with_word_ids
+from longspec.inference.token_options import check_integer, check_option, token_settings, with_word_ids
 
 SPLITS = ("train", "validation", "test")
 
@@ -89,8 +89,7 @@ def check_settings(settings: Settings) -> None:
         check_option(name, getattr(settings, name))
     least = {"max_turn_tokens": 1, "batch_size": 1, "count": 0, "max_prompt_tokens": 0, "shard_size": 0, "seed": 0}
     for name, number in least.items():
-        if getattr(settings, name) < number:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least {number}")
+        check_integer(name, getattr(settings, name), number)
 
 
 def shard_seed(settings: Settings, shard: int, use: str) -> int:
