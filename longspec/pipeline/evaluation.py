@@ -92,8 +92,8 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     # one another, because they mostly need the same kernels.
     grid = sorted(cells(settings.evaluation, root), key=lambda cell: cell.context)
     groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
-    total = sum(len(cell.prompts) for cell in chain(*groups))
-    done = total - sum(len(samples.missing(cell)) for cell in chain(*groups))
+    total = sum(len(cell.prompts) for cell in grid)
+    done = total - sum(len(samples.missing(cell)) for cell in grid)
 
     def work(own: Iterator[list[Cell]], count: Count) -> None:
         for cell in chain.from_iterable(own):
@@ -107,7 +107,6 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     # A stop signal ends the process at once.
     job = ResumableJob(total, "sample", folder, StopSignals(), replicas)
     job.run(groups, load, work, done, "evaluation")
-    job.end(total)
 
 
 def shortened(ids: list[int], tokens: int | None) -> list[int]:
