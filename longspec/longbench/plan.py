@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class EvaluationPlan:
     dtype: torch.dtype
     attention: str
     """The attention backend: "flash", "triton", "native", "sdpa" or "deterministic"."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """Lines for the user: the chat format if it is not obvious, and the prompts that are left out."""
 
     @property

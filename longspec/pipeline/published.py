@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from longspec.inference.registry import choose_pair
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import MAPS
@@ -9,7 +10,6 @@ from longspec.models.target_files import read_config
 from longspec.pipeline.report import main_table, measured
 from longspec.pipeline.samples import Samples, markdown
 from longspec.pipeline.settings import SOURCE, Settings, settings_yaml
-from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft, stage_table
 from longspec.replacing import write_atomically
 
@@ -54,7 +54,7 @@ def write_draft(settings: Settings, root: Path) -> None:
     """Write ROOT/draft from the last stage's checkpoint. Raises UserError for a damaged checkpoint."""
     checkpoint, folder = final_draft(settings, root), root / "draft"
     state, saved = load_draft(checkpoint), draft_settings(checkpoint)
-    config = read_config(TargetText.load(settings.target).path)
+    config = read_config(choose_pair(settings.target).target)
     save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
     stages, text = settings.training.stages, "The target wrote all training text."
     readers = [name for name, stage in stages.items() if SOURCE in (*stage.answers, *stage.replay)]
