@@ -27,7 +27,7 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.request import FILTER_OPTIONS
-from longspec.inference.token_options import check_integer, check_option, token_settings, with_word_ids
+from longspec.inference.token_options import check_integer, token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -142,7 +142,8 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
     # In order of cost.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
-    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
+    filters = {name: value for name, value in options.token_options.items() if name in FILTER_OPTIONS}
+    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k, **filters)
     _check_numbers(options)
     device = choose_device(options.device)
 
@@ -195,8 +196,6 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name, least in {"test_length": 0, "batch_size": 1, "min_prompt_len": 0, "headroom": 0}.items():
         check_integer(f"--{name}", getattr(options, name), least)
     check_integer("--seed", options.seed, 0, LARGEST_SEED)
-    for name in options.token_options.keys() & set(FILTER_OPTIONS):
-        check_option(name, options.token_options[name])
 
 
 def _load_draft(options: argparse.Namespace, draft: str, pair: Pair, config: PreTrainedConfig) -> dict[str, Tensor]:

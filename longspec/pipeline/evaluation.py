@@ -1,7 +1,6 @@
 """The evaluation: held-out prompts decoded with every method, on all GPUs."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -177,13 +176,6 @@ class Decoder:
         tokens, eos_ids = (min(WARM_UP_TOKENS, most), ()) if warms_up else (most, end_tokens(self.model))
         sampling = cell.temperature, 1.0, 0
         requests = make_requests(self.model, [ids], [row_seed(seed, 0)], WITHOUT_FILE, eos_ids, tokens, *sampling)
-        stats = answer_all(
-            self.model,
-            drafting,
-            requests,
-            None,
-            Listener(lambda _, event: answer.extend(event.ids), in_blocks=True),
-            longest=room,
-        )
-        figures = asdict(stats)
-        return answer, {name: figures[name] for name in FIGURES}
+        listener = Listener(lambda _, event: answer.extend(event.ids), in_blocks=True)
+        stats = answer_all(self.model, drafting, requests, None, listener, longest=room)
+        return answer, {name: getattr(stats, name) for name in FIGURES}

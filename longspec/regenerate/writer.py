@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from longspec.command_line import drafting_of
@@ -23,7 +23,7 @@ from longspec.errors import UserError
 from longspec.inference.answering import answer_all, whole_answers
 from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.engine.requests import Request
-from longspec.inference.request import row_seed
+from longspec.inference.request import Sampling, row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
@@ -170,7 +170,7 @@ class Writer:
         seed = shard_seed(self.settings, shard.number, use)
         shard.requests = []
         for row, (prompt, temperature) in enumerate(asked):
-            sampling = replace(self.settings.sampling(temperature, penalties), seed=row_seed(seed, row))
+            sampling = Sampling(temperature, seed=row_seed(seed, row), **self.settings.filters, **penalties)
             shard.requests.append(Request(prompt, limit, sampling, frozenset(stop_ids)))
         shard.outcomes = [None] * len(shard.requests)
 
