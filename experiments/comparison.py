@@ -9,11 +9,11 @@ from omegaconf import MISSING
 
 from experiments.arms import read_section, share_text
 from longspec.errors import UserError
+from longspec.inference.registry import choose_pair
 from longspec.models.target_files import read_config
 from longspec.pipeline.cells import SampleFile
 from longspec.pipeline.evaluation import claim_samples, evaluation_folder, measure
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings, check_settings
-from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import check_trainer, is_finished, run_folder, stage_row, train
 from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
@@ -74,7 +74,7 @@ def check_arms(
 ) -> None:
     """Raise UserError for arms that cannot be trained: unknown ones, some that the trainer refuses, and those that take
     the seconds of an arm that is neither named nor trained."""
-    path = TargetText.load(settings.target).path
+    path = choose_pair(settings.target).target
     for name in names:
         if name not in comparison.arms:
             raise UserError(f"--arms {name}: no such arm; use {', '.join(comparison.arms)}")

@@ -19,6 +19,7 @@ from experiments.comparison import (
 from experiments.drafts_verdict import CLEAR, ROUNDS, SPEED, gaps, opening, over_runs, relative
 from longspec.cli.picture import COLORS
 from longspec.inference.memory import slot_bytes
+from longspec.inference.registry import choose_pair
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_layer import head_dim
 from longspec.models.draft_vocabulary import MAPS
@@ -28,7 +29,6 @@ from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.report import draw_lines, write_tables
 from longspec.pipeline.samples import Figure
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings
-from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft, run_folder, stage_row
 from longspec.replacing import write_atomically
 from longspec.untrusted import read_json
@@ -161,7 +161,7 @@ def trained(settings: Settings, comparison: Comparison, root: Path, name: str) -
 
 def memory_table(settings: Settings, comparison: Comparison, root: Path) -> pandas.DataFrame:
     """Parameters and memory of the drafts, and of the target's keys and values."""
-    target = read_config(TargetText.load(settings.target).path)
+    target = read_config(choose_pair(settings.target).target)
     longest = max(context for task in settings.evaluation.tasks.values() for context in task.contexts)
     kv = f"KV at {longest} tokens, MiB"
     rows: list[dict[str, Any]] = []

@@ -15,9 +15,8 @@ from longspec.cli.prompts import Prompt
 from longspec.data.aligners import as_turns
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError
-from longspec.inference.answering import Listener
+from longspec.inference.answering import whole_answers
 from longspec.inference.device import device_name
-from longspec.inference.engine.requests import Tokens
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
 from longspec.jobs.job import Count, Identity, ResumableJob, differences, open_results
@@ -176,19 +175,15 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
     def work(units: Iterator[int], count: Count) -> None:
         nonlocal stats
         own = list(units)
-        answers: list[list[int]] = [[] for _ in own]
 
-        def take(row: int, event: Tokens) -> None:
-            answers[row] += event.ids
-
-        def finish(row: int, own_stats: GenerationStats) -> None:
+        def finish(row: int, tokens: list[int], own_stats: GenerationStats) -> None:
             nonlocal new_tokens
-            results.add(run.line(own[row], answers[row]))
-            new_tokens += len(answers[row])
+            results.add(run.line(own[row], tokens))
+            new_tokens += len(tokens)
             count(1)
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
-        listener = Listener(take, finish, job.is_stopped, in_blocks=True)
+        listener = whole_answers(finish, job.is_stopped)
         window = SORTED_BATCHES * run.batch_size
         stats = run.pair.answer_all(prompts, run.sampling, seeds, run.batch_size, listener, window)
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,7 @@ class PromptFiles:
         self.digests = dict(zip(paths, file_digests(paths), strict=True))
         """The digest of each file, by path."""
         self.unread: set[str] = set()
+        """The fields of the records that nothing reads."""
         self.lines: list[tuple[str, int, int, int]] = []
         """File, line number from 1, byte offset and number of bytes of each record."""
         for path in paths:
@@ -64,7 +65,9 @@ class PromptFiles:
                     if raw.strip():
                         # Converted once only for its errors; the text is read again when it is needed.
                         with located(path, number):
-                            _prompts(parse_record(path, number, raw), self.unread)
+                            record = _with_answer(parse_record(path, number, raw))
+                            self.unread |= unread_fields(record)
+                            _prompts(record)
                         self.lines.append((path, number, start, len(raw)))
                     start += len(raw)
         if not self.lines:
@@ -74,40 +77,35 @@ class PromptFiles:
         return len(self.lines)
 
     def read(
-        self, start: int, end: int, family: str, tokenizer: Any, chat_format: str, rejected: list[str] | None = None
-    ) -> list[SourcePrompt]:
+        self, start: int, end: int, family: str, tokenizer: Any, chat_format: str, rejected: list[str]
+    ) -> Iterator[SourcePrompt]:
         """The prompts of records `start` … `end` - 1, without those that the chat template rejects.
 
         A record with a list of articles has one prompt per article. rejected: gets the reason, with file and line, for
         each prompt that is left out.
         """
-        rejected = [] if rejected is None else rejected
-        prompts = []
         for path, number, offset, _ in self.lines[start:end]:
             with open(path, "rb") as handle:
                 handle.seek(offset)
                 record = parse_record(path, number, handle.readline())
             # One record can hold several articles, and so several prompts.
-            for prompt in _prompts(record):
+            for prompt in _prompts(_with_answer(record)):
                 try:
                     if prompt.turns:
                         prompt = replace(prompt, text=conversation_text(prompt.turns, family, tokenizer, chat_format))
-                    prompts.append(prompt)
                 except RecordError as error:
                     rejected.append(f"{path}, line {number}: {error}")
-        return prompts
+                else:
+                    yield prompt
 
     def size(self, start: int, end: int) -> int:
         """The number of bytes of records `start` … `end` - 1."""
         return sum(size for *_, size in self.lines[start:end])
 
 
-def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePrompt]:
-    """Each prompt of a record; the text of a conversation is empty. unread: gets the fields that nothing reads."""
+def _prompts(record: Record) -> list[SourcePrompt]:
+    """Each prompt of a record with an answer; the text of a conversation is empty."""
     prompts = []
-    record = _with_answer(record)
-    if unread is not None:
-        unread |= unread_fields(record)
     # The same aligner as in training, so that any training file serves as a file of prompts.
     for part in map(common_form_aligner(), split_pairs(record)):
         kind, prompt = part["kind"], part["prompt"]
@@ -115,9 +113,9 @@ def _prompts(record: Record, unread: set[str] | None = None) -> list[SourcePromp
             raise RecordError("text", "is plain text, without a prompt that a target could answer")
         if isinstance(prompt, str) and kind in CONTINUED_KINDS:
             prompts.append(SourcePrompt(part["id"], [], prompt))
-            continue
-        turns = as_turns(composed(kind, prompt) if isinstance(prompt, str) else prompt)
-        prompts.append(SourcePrompt(part["id"], turns, ""))
+        else:
+            turns = as_turns(composed(kind, prompt) if isinstance(prompt, str) else prompt)
+            prompts.append(SourcePrompt(part["id"], turns, ""))
     return prompts
 
 

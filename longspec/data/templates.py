@@ -48,7 +48,7 @@ def check_template(text: object, fields: Sequence[str], where: str) -> str:
     braced = " or ".join(f"{{{name}}}" for name in fields)
     try:
         filled = text.format(**dict.fromkeys(fields, MARK)) if isinstance(text, str) else ""
-    except (LookupError, ValueError, AttributeError) as error:
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{where}: not a template ({reason}); use {braced} and double other braces") from error
     # Doubled braces are no field.

@@ -2,6 +2,7 @@
 those of a conversation, one after another."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,18 @@ class Listener:
     """Whether the requests that have not started are to be left out."""
     in_blocks: bool = False
     """As in `EngineSettings`. Then no answer ends by `take`."""
+
+
+def whole_answers(
+    finish: Callable[[int, list[int], GenerationStats], object], is_stopped: Callable[[], bool] = lambda: False
+) -> Listener:
+    """A listener that calls `finish` with the number, the tokens and the figures of each complete answer."""
+    answers: defaultdict[int, list[int]] = defaultdict(list)
+
+    def take(number: int, event: Tokens) -> None:
+        answers[number] += event.ids
+
+    return Listener(take, lambda number, stats: finish(number, answers.pop(number), stats), is_stopped, in_blocks=True)
 
 
 def answer_all(

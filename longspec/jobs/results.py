@@ -4,6 +4,7 @@ In a launch of several ranks, rank 0 writes to the file and each other rank to a
 them at the end.
 """
 
+import glob
 import json
 import os
 from collections.abc import Callable
@@ -119,6 +120,4 @@ def part_path(file: Path, rank: int) -> Path:
 
 def part_paths(file: Path) -> list[Path]:
     """The part files of `file` that exist."""
-    prefix = part_path(file, 0).name[:-1]
-    paths = file.parent.iterdir() if file.parent.exists() else ()
-    return sorted(path for path in paths if path.name.startswith(prefix))
+    return sorted(file.parent.glob(f"{glob.escape(file.name)}.rank-*"))

@@ -6,11 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from longspec.command_line import drafting_of
-from longspec.inference import load_pair
-from longspec.inference.answering import Listener, answer_all
+from longspec.inference.answering import answer_all, whole_answers
 from longspec.inference.arguments import checked_drafting, end_tokens
-from longspec.inference.engine.requests import Tokens
 from longspec.inference.generate import generate, make_requests
+from longspec.inference.load_pair import load_model
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats
 from longspec.jobs.job import DIGESTS, Count, ResumableJob, open_results
@@ -67,7 +66,8 @@ def _measure_missing(plan: EvaluationPlan, results: Results, record: dict[str, A
     replicas = job.replicas
     if results.done and replicas.rank == 0:
         print(f"{plan.output_dir}: continues after {len(results.done)} of {job.total} samples")
-    model = replicas.together(lambda: load_model(plan))
+    # If no draft is used, the model has a fresh one that nothing reads.
+    model = replicas.together(lambda: load_model(plan.pair.target, plan.draft, plan.dtype, plan.device))
     _warm_up(model, plan)
     # The earlier results are kept until all ranks are ready.
     replicas.gather(None)
@@ -84,11 +84,6 @@ def _finish(plan: EvaluationPlan, results: Results, processes: int) -> dict[str,
     print(table(summary))
     print(f"written to {plan.output_dir}")
     return summary
-
-
-def load_model(plan: EvaluationPlan) -> GlideMixin:
-    """Target and draft on the plan's device. If no draft is used, the model has a fresh one that nothing reads."""
-    return load_pair.load_model(plan.pair.target, plan.draft, plan.dtype, plan.device)
 
 
 def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: ResumableJob) -> None:
@@ -109,15 +104,9 @@ def run(model: GlideMixin, plan: EvaluationPlan, results: Results, job: Resumabl
 
     def work_together(own: Iterator[int], count: Count) -> None:
         indices = list(own)
-        answers: list[list[int]] = [[] for _ in indices]
-
-        def take(number: int, event: Tokens) -> None:
-            answers[number] += event.ids
-
-        def finish(number: int, stats: GenerationStats) -> None:
-            add(indices[number], answers[number], stats, count)
-
-        listener = Listener(take, finish, job.is_stopped, in_blocks=True)
+        listener = whole_answers(
+            lambda number, token_ids, stats: add(indices[number], token_ids, stats, count), job.is_stopped
+        )
         options, eos_ids = plan.options, end_tokens(model, plan.pair.eos_token_id)
         ids = [prompts[index].token_ids for index in indices]
         seeds = [row_seed(options.seed, index) for index in indices]
@@ -152,7 +141,7 @@ def describe(plan: EvaluationPlan) -> dict[str, Any]:
         "draft": plan.draft,
         "window": plan.max_positions,
         "chat_format": plan.chat_format,
-        "dtype": str(plan.dtype).removeprefix("torch."),
+        "dtype": plan.configuration["dtype"],
         "device": str(plan.device),
         "output_dir": str(plan.output_dir),
         "digests": {name: plan.configuration[name] for name in DIGESTS if name in plan.configuration},

@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from longspec.inference.methods import AUTO, GLIDE_METHODS
 from longspec.inference.options import WITHOUT_FILE, report_ignored
 from longspec.inference.registry import Pair, choose_pair, draft_in_use
 from longspec.inference.request import FILTER_OPTIONS
-from longspec.inference.token_options import check_option, token_settings, with_word_ids
+from longspec.inference.token_options import check_integer, token_settings, with_word_ids
 from longspec.kernels.choice import attention_name
 from longspec.longbench.prompts import Selection, read_prompt, read_questions, select_prompts
 from longspec.longbench.run_folder import folder_name
@@ -43,8 +43,8 @@ SAMPLING = ("temperature", "top_p", "top_k")
 INPUTS = ("model_name", "target", "draft", "data_path_prefix", "prompt_file", "token_options", "device")
 """Options that count by what they resolve to."""
 OUTPUTS = ("output_dir", "overwrite")
-INT64_LIMIT = 2**63
-"""Seeds are below this value, so that they fit into a LongTensor."""
+LARGEST_SEED = 2**63 - 1
+"""Seeds fit into a LongTensor."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class EvaluationPlan:
     dtype: torch.dtype
     attention: str
     """The attention backend: "flash", "triton", "native", "sdpa" or "deterministic"."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """Lines for the user: the chat format if it is not obvious, and the prompts that are left out."""
 
     @property
@@ -142,7 +142,8 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     """Check everything that can be checked without the weights. Raises UserError."""
     # In order of cost.
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
-    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k)
+    filters = {name: value for name, value in options.token_options.items() if name in FILTER_OPTIONS}
+    check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k, **filters)
     _check_numbers(options)
     device = choose_device(options.device)
 
@@ -192,14 +193,9 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
 
 def _check_numbers(options: argparse.Namespace) -> None:
     """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
-    least = {"test_length": 0, "batch_size": 1, "tp_size": 1, "min_prompt_len": 0, "headroom": 0, "seed": 0}
-    for name, number in least.items():
-        if getattr(options, name) < number:
-            raise UserError(f"--{name}: {getattr(options, name)}; it must be at least {number}")
-    if options.seed >= INT64_LIMIT:
-        raise UserError(f"--seed: {options.seed}; it must be less than {INT64_LIMIT}")
-    for name in options.token_options.keys() & set(FILTER_OPTIONS):
-        check_option(name, options.token_options[name])
+    for name, least in {"test_length": 0, "batch_size": 1, "min_prompt_len": 0, "headroom": 0}.items():
+        check_integer(f"--{name}", getattr(options, name), least)
+    check_integer("--seed", options.seed, 0, LARGEST_SEED)
 
 
 def _load_draft(options: argparse.Namespace, draft: str, pair: Pair, config: PreTrainedConfig) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """The evaluation: held-out prompts decoded with every method, on all GPUs."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -92,8 +91,8 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     # one another, because they mostly need the same kernels.
     grid = sorted(cells(settings.evaluation, root), key=lambda cell: cell.context)
     groups = [list(group) for _, group in groupby(grid, lambda cell: (cell.task, cell.context))]
-    total = sum(len(cell.prompts) for cell in chain(*groups))
-    done = total - sum(len(samples.missing(cell)) for cell in chain(*groups))
+    total = sum(len(cell.prompts) for cell in grid)
+    done = total - sum(len(samples.missing(cell)) for cell in grid)
 
     def work(own: Iterator[list[Cell]], count: Count) -> None:
         for cell in chain.from_iterable(own):
@@ -107,7 +106,6 @@ def measure(settings: Settings, root: Path, replicas: Replicas) -> None:
     # A stop signal ends the process at once.
     job = ResumableJob(total, "sample", folder, StopSignals(), replicas)
     job.run(groups, load, work, done, "evaluation")
-    job.end(total)
 
 
 def shortened(ids: list[int], tokens: int | None) -> list[int]:
@@ -178,13 +176,6 @@ class Decoder:
         tokens, eos_ids = (min(WARM_UP_TOKENS, most), ()) if warms_up else (most, end_tokens(self.model))
         sampling = cell.temperature, 1.0, 0
         requests = make_requests(self.model, [ids], [row_seed(seed, 0)], WITHOUT_FILE, eos_ids, tokens, *sampling)
-        stats = answer_all(
-            self.model,
-            drafting,
-            requests,
-            None,
-            Listener(lambda _, event: answer.extend(event.ids), in_blocks=True),
-            longest=room,
-        )
-        figures = asdict(stats)
-        return answer, {name: figures[name] for name in FIGURES}
+        listener = Listener(lambda _, event: answer.extend(event.ids), in_blocks=True)
+        stats = answer_all(self.model, drafting, requests, None, listener, longest=room)
+        return answer, {name: getattr(stats, name) for name in FIGURES}

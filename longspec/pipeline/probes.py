@@ -11,11 +11,11 @@ import torch
 
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
+from longspec.inference.registry import choose_pair
 from longspec.pipeline.files import answer_files, claim, training_files
 from longspec.pipeline.processes import hydra_overrides, share_work
 from longspec.pipeline.samples import Figure, markdown, pooled
 from longspec.pipeline.settings import ProbeSettings, Settings, StageSettings
-from longspec.pipeline.target import TargetText
 from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
 from longspec.train.config import load_config
@@ -47,7 +47,7 @@ def write_probes(settings: Settings, root: Path) -> None:
 
 def run_probes(settings: Settings, root: Path, replicas: Replicas) -> None:
     """Train and score the candidates of the probes without a result."""
-    target = TargetText.load(settings.target).path
+    target = choose_pair(settings.target).target
     for name, setting in settings.probes.items():
         if not probe_file(root, name).exists():
             write_atomically(probe_file(root, name), json.dumps(_run(settings, setting, root, target)) + "\n")

@@ -76,9 +76,8 @@ def write_prompts(settings: Settings, root: Path) -> None:
     for split in SPLITS:
         texts = read_texts(settings.benchmarks, settings.documents, split)
         texts.own, texts.code = own[split], code[split]
-        file = answers_file(root, "chat", split)
-        records = read_jsonl(file) if file.exists() else []
-        texts.chats = [record["messages"] for record in records if record["finished"]]
+        chats = read_jsonl(answers_file(root, "chat", split))
+        texts.chats = [record["messages"] for record in chats if record["finished"]]
         makers = Makers(target, texts, split)
         with ThreadPoolExecutor() as pool:  # tokenization releases the GIL
             tasks = [

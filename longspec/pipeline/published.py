@@ -2,16 +2,14 @@
 
 from pathlib import Path
 
+from longspec.inference.registry import choose_pair
 from longspec.models.draft_files import draft_settings, load_draft
 from longspec.models.draft_saving import save_draft_folder
 from longspec.models.draft_vocabulary import MAPS
 from longspec.models.target_files import read_config
-from longspec.pipeline.cells import read_samples
-from longspec.pipeline.evaluation import evaluation_folder
-from longspec.pipeline.report import main_table
+from longspec.pipeline.report import main_table, measured
 from longspec.pipeline.samples import Samples, markdown
 from longspec.pipeline.settings import SOURCE, Settings, settings_yaml
-from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import final_draft, stage_table
 from longspec.replacing import write_atomically
 
@@ -56,9 +54,8 @@ def write_draft(settings: Settings, root: Path) -> None:
     """Write ROOT/draft from the last stage's checkpoint. Raises UserError for a damaged checkpoint."""
     checkpoint, folder = final_draft(settings, root), root / "draft"
     state, saved = load_draft(checkpoint), draft_settings(checkpoint)
-    config = read_config(TargetText.load(settings.target).path)
+    config = read_config(choose_pair(settings.target).target)
     save_draft_folder(state, config, folder, saved.options, target=saved.target, int8=settings.int8)
-    architecture = saved.options.architecture
     stages, text = settings.training.stages, "The target wrote all training text."
     readers = [name for name, stage in stages.items() if SOURCE in (*stage.answers, *stage.replay)]
     if readers and settings.code.train_files:
@@ -67,9 +64,9 @@ def write_draft(settings: Settings, root: Path) -> None:
     card = CARD.format(
         target=Path(settings.target).name if Path(settings.target).exists() else settings.target,
         millions=sum(weight.numel() for name, weight in state.items() if name not in MAPS) / 1e6,
-        figures=markdown(main_table(Samples.of_lines(read_samples(evaluation_folder(root))))),
-        architecture=architecture,
-        name=architecture.upper(),
+        figures=markdown(main_table(Samples.of_lines(measured(root)))),
+        architecture=saved.options.architecture,
+        name=saved.options.architecture.upper(),
         text=text,
         stages=markdown(stage_table(settings, root)),
         settings=settings_yaml(settings),

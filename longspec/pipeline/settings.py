@@ -104,8 +104,7 @@ class StageSettings:
 
     @property
     def last_step(self) -> int:
-        last: int = self.overrides.get("max_steps", self.steps)
-        return last
+        return int(self.overrides.get("max_steps", self.steps))
 
 
 @dataclass
@@ -237,9 +236,9 @@ def load_settings(base: str | Path | Settings, overrides: Sequence[str] = ()) ->
         reason = " ".join(str(error).split()) if isinstance(error, YAMLError) else first_line(error)
         place = f"key {key}: " if (key := getattr(error, "full_key", None)) else ""
         raise UserError(f"{where}: {place}{reason}") from error
-    check_settings(settings)
     if settings.training.architecture != GLIDE or settings.tp_size > 1:
         settings.probes, settings.training.choose_layer = {}, False
+    check_settings(settings)
     return settings
 
 
@@ -284,17 +283,18 @@ def check_settings(settings: Settings) -> None:
         for name in names:
             if name not in allowed:
                 raise UserError(f"config key {key}: no {name}; use {', '.join(allowed)}")
-    for name, owner in reserved.items():
-        if name in settings.answers:
-            raise UserError(f"config key answers.{name}: this name is reserved for {owner}")
+    for name in reserved.keys() & settings.answers:
+        raise UserError(f"config key answers.{name}: this name is reserved for {reserved[name]}")
     held_out = {"chat": settings.chat.validation, SOURCE: 0}
-    held_out |= {
-        name: sum(prompts.validation.get(group, 0) for group in run.prompts) for name, run in settings.answers.items()
-    }
+    for name, run in settings.answers.items():
+        held_out[name] = sum(prompts.validation.get(group, 0) for group in run.prompts)
     for name, stage in stages.items():
         if not any(held_out[run] for run in stage.answers):
             text = f"[{', '.join(stage.answers)}] has no held-out text; add a run with validation"
             raise UserError(f"config key training.stages.{name}.answers: {text}")
+    for name, probe in settings.probes.items():
+        if not (stages and probe.candidates and len(probe.rows) >= min(2, len(stages))):
+            raise UserError(f"config key probes.{name}: needs candidates, a stage, and rows of stages 1 and 2")
     for key, contexts in (("contexts", prompts.contexts), ("short_contexts", prompts.short_contexts)):
         if len(contexts) != 2 or not 0 < contexts[0] <= contexts[1]:
             raise UserError(f"config key prompts.{key}: must be [shortest, longest]")

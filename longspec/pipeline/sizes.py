@@ -160,9 +160,7 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
     values["variant.max_offset"] = max(0, min(30_000, target.positions - 1200))
     if number == 0:
         values["model.target_feature"] = True
-        values["model.mlp_size"] = min(
-            target.config.intermediate_size, max(64, 8 * target.config.hidden_size // 3 // 64 * 64)
-        )
+        values["model.mlp_size"] = min(target.config.intermediate_size, max(64, 8 * hidden // 3 // 64 * 64))
     if is_split:
         values["deepspeed"] = "zero3"
     if not machine.gpus:

@@ -178,12 +178,8 @@ def read_code(settings: CodeSettings, seed: int) -> dict[str, list[SourceFile]]:
 def without_copies(files: list[SourceFile], held_out: list[SourceFile]) -> list[SourceFile]:
     """The files that are not copies of held-out files. Forks of a package contain such copies, often altered."""
     held_out_lines = set().union(*(_distinctive_lines(file.text) for file in held_out))
-    kept = []
-    for file in files:
-        lines = _distinctive_lines(file.text)
-        if len(lines & held_out_lines) <= COPIED * len(lines):
-            kept.append(file)
-    return kept
+    lines = (_distinctive_lines(file.text) for file in files)
+    return [file for file, own in zip(files, lines, strict=True) if len(own & held_out_lines) <= COPIED * len(own)]
 
 
 def _distinctive_lines(text: str) -> set[str]:

@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig
 
 from longspec.cli.train import CONFIGS, ROOT, TRAINER
 from longspec.errors import UserError
+from longspec.inference.registry import choose_pair
 from longspec.models.draft_layer import GLIDE
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.induction import chosen_layer
 from longspec.pipeline.probes import adopted
 from longspec.pipeline.processes import METRICS, hydra_overrides, launch, launch_line
 from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
-from longspec.pipeline.target import TargetText
 from longspec.train.config import compose_config, typed_with_auto
 from longspec.train.config_checks import check
 from longspec.train.config_schema import DRAFT_DEFAULTS
@@ -42,7 +42,7 @@ def train(name: str, settings: Settings, root: Path) -> None:
         draft = str((folder.parent / stages[stages.index(name) - 1] / CHECKPOINT).absolute())
     ranks, micro_batch, accumulation = batches(name, stage)
     overrides: dict[str, Any] = {
-        "model_name_or_path": TargetText.load(settings.target).path,
+        "model_name_or_path": choose_pair(settings.target).target,
         "draft_model_name_or_path": draft,
         "output_dir": str(folder.absolute()),
         "resume": "latest",

@@ -115,10 +115,7 @@ def _prepare(
 def _check_prompts(files: PromptFiles, total: int, settings: Settings, family: str, tokenizer: Any) -> None:
     """Print a line on the prompts that the chat template rejects. Raises UserError if it rejects all."""
     rejected: list[str] = []
-    kept = sum(
-        len(files.read(number, number + 1, family, tokenizer, settings.chat_format, rejected))
-        for number in range(total)
-    )
+    kept = sum(1 for _ in files.read(0, total, family, tokenizer, settings.chat_format, rejected))
     if rejected:
         line = f"{len(rejected)} of {kept + len(rejected)} prompts left out; the first one: {rejected[0]}"
         if not kept:

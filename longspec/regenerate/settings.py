@@ -9,8 +9,8 @@ from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
-from longspec.inference.request import FILTER_OPTIONS, FILTERS, Sampling
-from longspec.inference.token_options import check_option, token_settings, with_word_ids
+from longspec.inference.request import FILTERS
+from longspec.inference.token_options import check_integer, token_settings, with_word_ids
 
 SPLITS = ("train", "validation", "test")
 
@@ -65,9 +65,10 @@ class Settings:
     draft: str | None = None
     """A .pth file, a folder or a hub id; None takes the pair's own."""
 
-    def sampling(self, temperature: float, penalties: Mapping[str, Any]) -> Sampling:
-        """The distribution of texts at a temperature."""
-        return Sampling(temperature, **{name: getattr(self, name) for name in FILTERS}, **penalties)
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The fields of `Sampling` that are FILTERS."""
+        return {name: getattr(self, name) for name in FILTERS}
 
     def penalties(self, tokenizer: Any, vocab: int, stop_ids: Collection[int] = ()) -> dict[str, Any]:
         """The fields of `Sampling` that follow from `token_options`, for texts that end with stop_ids. Raises
@@ -84,13 +85,10 @@ def check_settings(settings: Settings) -> None:
     if not settings.temperatures:
         raise UserError("temperatures: none; give numbers of 0 (greedy) or more")
     for temperature in settings.temperatures:
-        check_sampling(settings.max_new_tokens, temperature, settings.top_p, settings.top_k)
-    for name in FILTER_OPTIONS:
-        check_option(name, getattr(settings, name))
+        check_sampling(settings.max_new_tokens, temperature, **settings.filters)
     least = {"max_turn_tokens": 1, "batch_size": 1, "count": 0, "max_prompt_tokens": 0, "shard_size": 0, "seed": 0}
     for name, number in least.items():
-        if getattr(settings, name) < number:
-            raise UserError(f"{name}: {getattr(settings, name)}; it must be at least {number}")
+        check_integer(name, getattr(settings, name), number)
 
 
 def shard_seed(settings: Settings, shard: int, use: str) -> int:

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from longspec.command_line import drafting_of
@@ -20,10 +20,10 @@ from longspec.data.prompts import (
 from longspec.data.records import Record
 from longspec.data.templates import check_embedded, conversation_text, encode_texts
 from longspec.errors import UserError
-from longspec.inference.answering import Listener, answer_all
+from longspec.inference.answering import answer_all, whole_answers
 from longspec.inference.arguments import checked_drafting, end_tokens
-from longspec.inference.engine.requests import Request, Tokens
-from longspec.inference.request import row_seed
+from longspec.inference.engine.requests import Request
+from longspec.inference.request import Sampling, row_seed
 from longspec.models.target_files import position_limit
 from longspec.regenerate.settings import Settings, shard_seed
 
@@ -46,7 +46,6 @@ class _Shard:
     """Those that are answered."""
     requests: list[Request] = field(default_factory=list)
     """Those for user turns while the target writes them, then those for answers to `prompts`."""
-    answers: list[list[int]] = field(default_factory=list)
     outcomes: list[Any] = field(default_factory=list)
     """What became of each complete answer: a prompt or a record, or the reason to drop it."""
 
@@ -93,7 +92,7 @@ class Writer:
             for shard in shards:
                 rejected: list[str] = []
                 chat = self.family, self.tokenizer, self.settings.chat_format
-                shard.prompts = self.files.read(shard.rows.start, shard.rows.stop, *chat, rejected)
+                shard.prompts = list(self.files.read(shard.rows.start, shard.rows.stop, *chat, rejected))
                 shard.dropped["prompts: rejected by the chat template"] = len(rejected)
         for shard in shards:
             self._begin_answers(shard)
@@ -102,29 +101,24 @@ class Writer:
                 done(shard.number, [], shard.dropped)
         left = {shard.number: len(shard.requests) for shard in shards}
 
-        def finish(shard: _Shard, row: int) -> None:
-            shard.outcomes[row] = self._record(shard.prompts[row], shard.requests[row], shard.answers[row])
+        def finish(shard: _Shard, row: int, answer: list[int]) -> None:
+            shard.outcomes[row] = self._record(shard.prompts[row], shard.requests[row], answer)
             progress(1)
             left[shard.number] -= 1
             if not left[shard.number]:
                 done(shard.number, shard.kept("answers"), shard.dropped)
-                shard.answers, shard.outcomes = [], []  # frees memory while other shards go on
+                shard.outcomes = []  # frees memory while other shards go on
 
         self._answer(shards, finish, self.settings.shard_size)
 
     def _answer(
-        self, shards: Sequence[_Shard], finish: Callable[[_Shard, int], object], window: int | None = None
+        self, shards: Sequence[_Shard], finish: Callable[[_Shard, int, list[int]], object], window: int | None = None
     ) -> None:
-        """Answer the requests of all shards. finish: called with the shard and the number of each complete answer,
-        while others are decoded."""
-        requests = [request for shard in shards for request in shard.requests]
+        """Answer the requests of all shards. finish: called with the shard, the number and the tokens of each complete
+        answer, while others are decoded."""
         owners = [(shard, row) for shard in shards for row in range(len(shard.requests))]
-
-        def take(number: int, event: Tokens) -> None:
-            shard, row = owners[number]
-            shard.answers[row] += event.ids
-
-        listener = Listener(take, lambda number, stats: finish(*owners[number]), in_blocks=True)
+        requests = [shard.requests[row] for shard, row in owners]
+        listener = whole_answers(lambda number, answer, stats: finish(*owners[number], answer))
         answer_all(self.model, self.drafting, requests, self.settings.batch_size, listener, window=window)
 
     def _write_turns(self, shards: Sequence[_Shard]) -> None:
@@ -133,8 +127,8 @@ class Writer:
             asked = [(self.turn_opening, TURN_TEMPERATURE)] * len(shard.rows)
             self._request(shard, "turns", asked, self.settings.max_turn_tokens, self.turn_stop_ids)
 
-        def finish(shard: _Shard, row: int) -> None:
-            shard.outcomes[row] = self._prompt(shard.rows[row], shard.answers[row])
+        def finish(shard: _Shard, row: int, answer: list[int]) -> None:
+            shard.outcomes[row] = self._prompt(shard.rows[row], answer)
 
         self._answer(shards, finish)
         for shard in shards:
@@ -176,9 +170,8 @@ class Writer:
         seed = shard_seed(self.settings, shard.number, use)
         shard.requests = []
         for row, (prompt, temperature) in enumerate(asked):
-            sampling = replace(self.settings.sampling(temperature, penalties), seed=row_seed(seed, row))
+            sampling = Sampling(temperature, seed=row_seed(seed, row), **self.settings.filters, **penalties)
             shard.requests.append(Request(prompt, limit, sampling, frozenset(stop_ids)))
-        shard.answers = [[] for _ in shard.requests]
         shard.outcomes = [None] * len(shard.requests)
 
     def _record(self, prompt: SourcePrompt, request: Request, answer: list[int]) -> Record | str:

@@ -57,7 +57,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
     monkeypatch.setattr(measurement, "sample_line", interrupted)
 
 
-def no_weights(plan: object) -> None:
+def no_weights(*_: object) -> None:
     raise AssertionError("the weights are loaded")
 
 

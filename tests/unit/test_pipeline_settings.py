@@ -38,7 +38,7 @@ def load(*overrides: str) -> Settings:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("evaluation.tasks.lbc={contexts: [1], max_new_tokens: 1}", "evaluation.tasks: no lbc"),
+        ("probes={a: {candidates: {b: {}}, rows: [9]}}", "key probes.a: needs candidates, a stage, and rows"),
         ("evaluation.methods=[{name: forest, prompts: 1}]", "no forest; use vanilla"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),

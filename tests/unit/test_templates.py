@@ -135,7 +135,7 @@ def test_templates_are_for_kinds_with_a_prompt():
         with pytest.raises(UserError, match=rf"data\.templates\.{kind}: no such kind of record; use instruction, "):
             check_templates({kind: "{prompt}"}, "data.templates")
     with pytest.raises(UserError, match=r"data\.templates\.report: not a template .*; use \{prompt\}"):
-        check_templates({"report": "{context}"}, "data.templates")
+        check_templates({"report": "{prompt[a]}"}, "data.templates")
 
 
 @pytest.mark.parametrize("eos_too", [False, True])
