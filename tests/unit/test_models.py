@@ -169,12 +169,12 @@ def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
     target = make_target(tmp_path / "target")
     logging.enable_progress_bar()
     capsys.readouterr()
-    pair, tokenizer = load_pair(str(target), dtype=torch.float64)
+    pair, tokenizer = load_pair(target, dtype=torch.float64)
     assert pair.dtype == torch.float64 and not pair.training
     prompt = tokenizer("the target reads", return_tensors="pt")["input_ids"]
     assert len(generate(pair, prompt, method="magicdec", max_new_tokens=5).new_tokens[0]) <= 5
     torch.save(pair.draft_model.state_dict(), tmp_path / "draft.pth")
-    again, _ = load_pair(str(target), draft=str(tmp_path / "draft.pth"))
+    again, _ = load_pair(target, draft=tmp_path / "draft.pth")
     assert not capsys.readouterr().err and logging.is_progress_bar_enabled(), "no bar, and the user's setting stays"
     assert again.dtype == torch.float32
     for name, weight in again.draft_model.state_dict().items():
