@@ -104,8 +104,8 @@ def word_ids(words: Iterable[str], tokenizer: Any) -> list[list[int]]:
     """The token ids of each text, at the beginning of a text and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        if not isinstance(word, str) or not word.strip():
-            raise UserError(f"bad_words: {word!r}; give texts that are not empty")
+        if not isinstance(word, str) or not word.strip() or word.encode(errors="replace").decode() != word:
+            raise UserError(f"bad_words: {word!r}; give texts in UTF-8 that are not empty")
         for text in (word.lstrip(), f" {word.lstrip()}"):
             if ids := tokenizer(text, add_special_tokens=False)["input_ids"]:
                 found[tuple(ids)] = None
