@@ -131,12 +131,12 @@ def test_rotary_scaling_that_follows_the_length_is_refused(tmp_path: Path, kind:
 
 
 def test_target_with_a_missing_weight_is_refused(tmp_path: Path) -> None:
-    """transformers would fill it with random numbers and go on."""
+    """transformers would fill it with random numbers and go on. One of the wrong shape is refused as well."""
     save_target(tmp_path, "llama")
     weights = load_file(tmp_path / "model.safetensors")
-    weights.pop("model.layers.2.mlp.down_proj.weight")
+    weights["lm_head.weight"] = weights.pop("model.layers.2.mlp.down_proj.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="incomplete target: 1 weights are missing"):
+    with pytest.raises(UserError, match="incomplete target: 2 weights are missing"):
         LlamaGlide.from_pretrained(tmp_path)
 
 
