@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from io import TextIOWrapper
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -40,10 +41,13 @@ def warn_once(message: str, *values: object) -> None:
 
 
 def reports_user_errors(main: Callable[..., T]) -> Callable[..., T]:
-    """Decorator of a command's `main`, which prints a UserError as one line on stderr and exits with code 2."""
+    """Decorator of a command's `main`, which prints a UserError as one line on stderr and exits with code 2. Characters
+    that the encoding of stdout lacks are printed as escapes, as on stderr."""
 
     @wraps(main)
     def wrapped(*args: object, **kwargs: object) -> T:
+        if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)
         except UserError as error:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -151,7 +152,10 @@ def answer_prompts(
     if output is not None:
         path = output.absolute()  # a relative path has no folder of its own
         record = path.with_name(f"{path.name}.run")
-        read_line = partial(run.read_line, read_json(record) if record.exists() else {})
+        stored: Identity = {}
+        with suppress(UserError):  # each line has the digest; the record only says what differs
+            stored = read_json(record)
+        read_line = partial(run.read_line, stored)
         results = open_results(partial(Results, path, read_line, overwrite), run.identity, path, read_line, replicas)
         replicas.rank_zero_first(results.start)
         if replicas.rank == 0:

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,6 +115,7 @@ for name, (module, panel, text) in OTHERS.items():
 @reports_user_errors
 def main() -> None:
     """Run the command line. A stop signal ends a command with 128 + its number, after its current work is saved."""
+    sys.stdin = sys.stdin or TextIOWrapper(BytesIO())  # None if the caller closed it
     with StopSignals(at_once=True, note=""):
         try:
             sys.exit(app(sys.argv[1:] or ["--help"], prog_name="longspec", standalone_mode=False))

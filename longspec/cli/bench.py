@@ -53,7 +53,7 @@ def bench(
     if options.png is not None and not has_matplotlib:
         raise UserError("--png: matplotlib is not installed; run: pip install matplotlib")
     picture = options.png or (Path("bench.png") if has_matplotlib else None)
-    check_folder(picture, "--png")
+    check_folder(picture, "--png", [options.prompts])
     source = source.named(pair)
     sampling = SamplingOptions(options.max_new_tokens, options.temperature, token_options=token_options)
     if options.prompts is not None and not Path(options.prompts).is_file():

@@ -1,5 +1,6 @@
 """The command `longspec chat`. `longspec.cli.session` runs the conversation."""
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,12 +45,14 @@ def chat(
     with ExitStack() as stack:
         with loading(source.model):
             from longspec.cli.pair import SamplingOptions, open_pair
+            from longspec.cli.prompts import decoded
             from longspec.cli.session import Session
             from longspec.inference.process_group import only_rank_zero
 
             sampling = SamplingOptions(options.max_new_tokens, **vars(shape), token_options=token_options)
             arguments = drafting.arguments()
+            system = None if options.system is None else decoded(os.fsencode(options.system), "--system")
             stack.enter_context(only_rank_zero(method.tp_size, source.device))
             loaded = open_pair(source, method.method)
             loaded.drafting = arguments
-        Session(loaded, sampling, Console(highlight=False), options.system, options.seed).run()
+        Session(loaded, sampling, Console(highlight=False), system, options.seed).run()

@@ -77,7 +77,7 @@ def generate(
         output, arguments = options.output, drafting.arguments(prompts or [])
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
-            check_folder(options.json_file, "--json")
+            check_folder(options.json_file, "--json", [*(prompts or []), output])
             sampling = SamplingOptions(options.max_new_tokens, **vars(shape), token_options=token_options)
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")

@@ -52,11 +52,16 @@ class StdoutLines:
         return text if self._is_one else f"prompt {line['index'] + 1}\n{text}\n"
 
 
-def check_folder(path: Path | None, option: str) -> None:
-    """Raise UserError if a file that an option names is a folder, and if its folder does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
+def check_folder(path: Path | None, option: str, others: Sequence[str | Path | None] = ()) -> None:
+    """Raise UserError if a file that an option names is a folder, if its folder does not exist, and if it is one of
+    `others`, the files that the command reads or writes as well."""
+    if path is None or str(path) == "-":
+        return
+    if os.path.realpath(path) in [os.path.realpath(other) for other in others if other is not None]:
+        raise UserError(f"{option} {path}: is another file of this command; give a file of its own")
+    if not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
-    if path is not None and os.path.isdir(path):
+    if os.path.isdir(path):
         raise UserError(f"{option} {path}: a folder; give a file")
 
 

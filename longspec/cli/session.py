@@ -146,6 +146,9 @@ class Session:
         if not name:
             raise UserError("/file needs the path of a text file")
         path = Path(name).expanduser()
+        # Reading a pipe or a device may never end.
+        if "\0" in name or (os.path.exists(path) and not os.path.isfile(path)):
+            raise UserError(f"/file {name}: not a file")
         with os_errors(f"/file {name}: cannot be read"):
             content = path.read_bytes()
         text = decoded(content, f"/file {name}").strip()

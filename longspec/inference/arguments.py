@@ -1,6 +1,7 @@
 """Checks of requests, and of the arguments of `generate`, whose name each UserError starts with."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -52,10 +53,12 @@ def prompt_rows(input_ids: Any, attention_mask: Any) -> tuple[list[Tensor], list
         given = list(input_ids.long())
     if attention_mask is None:
         return given, given
-    tensors = isinstance(input_ids, Tensor) and isinstance(attention_mask, Tensor)
-    if not tensors or attention_mask.shape != input_ids.shape:
-        raise UserError("attention_mask: give a tensor of 0 and 1 of the shape of input_ids; lists need none")
-    rows = [row[mask] for row, mask in zip(given, attention_mask.bool().to(input_ids.device), strict=True)]
+    masks: list[Tensor] = []
+    with suppress(TypeError, ValueError, RuntimeError):  # what torch raises for anything but numbers
+        masks = [torch.as_tensor(own, device=row.device).bool() for own, row in zip(attention_mask, given, strict=True)]
+    if [mask.shape for mask in masks] != [row.shape for row in given]:
+        raise UserError("attention_mask: give 0 or 1 for each token of input_ids, in a tensor or lists like these")
+    rows = [row[mask] for row, mask in zip(given, masks, strict=True)]
     for number, row in enumerate(rows):
         if len(row) == 0:
             raise UserError(f"attention_mask: row {number} has no real token; a prompt needs at least one")

@@ -180,7 +180,9 @@ def generate(
         return None
 
     listener = Listener(take, in_blocks=not reads_each)
-    stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
+    # Caches and kernels have the pair's own dtype.
+    with torch.autocast(device.type, enabled=False):
+        stats = answer_all(model, drafting, requests, batch_size, listener, attention, compile)
     # Rows end at different lengths.
     new_tokens = [torch.tensor(tokens, dtype=torch.long, device=device) for tokens in answers]
     sequences = [torch.cat([row.to(device), new]) for row, new in zip(rows, new_tokens, strict=True)]

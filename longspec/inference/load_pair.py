@@ -1,6 +1,7 @@
 """`load_pair`: a target with its draft and its tokenizer, by name or by path."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from longspec.models.weight_checks import check_weights
 
 
 def load_pair(
-    name: str,
-    draft: str | None = None,
+    name: str | Path,
+    draft: str | Path | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     chat_template_kwargs: TemplateArguments = None,
@@ -37,7 +38,8 @@ def load_pair(
     Raises UserError for unknown names, files that do not load, and a draft that does not fit.
     """
     device = choose_device(device)
-    pair, config, tokenizer = read_target(choose_pair(name, draft), chat_template_kwargs)
+    named = choose_pair(str(name), None if draft is None else str(draft))
+    pair, config, tokenizer = read_target(named, chat_template_kwargs)
     model = load_model(pair.target, pair.draft, choose_dtype(dtype, config, device), device)
     eos = pair.eos_token_id
     eos = eos[0] if isinstance(eos, list) and len(eos) == 1 else eos

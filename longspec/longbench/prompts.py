@@ -46,7 +46,7 @@ class Selection:
 def read_prompt(file: str | Path, task: str) -> str:
     """The prompt of a task in a JSON file in the format of LongBench's dataset2prompt.json. Raises UserError."""
     try:
-        prompts = json.loads(Path(file).read_text(encoding="utf-8"))
+        prompts = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"--prompt_file: {file} is not a readable JSON file {{task: prompt}} ({reason})") from error

@@ -24,10 +24,12 @@ def class_of(family: str) -> type[GlideMixin]:
 
 
 def family_class(config: PreTrainedConfig, target: str) -> type[GlideMixin]:
-    """The pair class for a target with `config`. Raises UserError for a family that is not supported."""
+    """The pair class for a target with `config`. Raises UserError for a family or attention that is not supported."""
     if config.model_type not in FAMILIES:
         raise UserError(f"{target}: a {config.model_type} target; the supported families are {', '.join(FAMILIES)}")
-    return class_of(config.model_type)
+    pair = class_of(config.model_type)
+    pair.check_family(config, target)
+    return pair
 
 
 def pair_class(target: str) -> type[GlideMixin]:

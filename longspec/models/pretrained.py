@@ -193,7 +193,9 @@ class PretrainedPairMixin(PretrainedModelParallelPreSplitMixin, PreTrainedModel)
             # The weights are cast: transformers would keep whole files in memory, next to those of another dtype.
             options["state_dict"] = stored_weights(folder)
         has_weights = options.get("state_dict") is not None
-        options |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
+        # With ignore_mismatched_sizes, wrong shapes are reported and refused below.
+        options |= {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        options["trust_remote_code"] = False
         with weight_errors(f"{folder}: the target's weights do not load"), without_bar():
             target, info = self.target_class.from_pretrained(None if has_weights else folder, **options)
             target.config.name_or_path = target.name_or_path = str(path)

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from longspec.errors import UserError, first_line
 from longspec.models.draft_layer import head_dim
-from longspec.models.target_files import read_config
+from longspec.models.target_files import check_target, read_config
 from longspec.models.weight_checks import check_weights
 from longspec.models.weight_files import FLOATING, stored_weights
 from longspec.replacing import replacing
@@ -123,6 +123,7 @@ def split_target(source: Path, output: Path, world: int) -> None:
     One rank's part is in memory at a time. `output` must not exist; it appears once it is complete. Raises UserError
     for a target that cannot be split or read."""
     config = read_config(source)
+    check_target(config, source)
     check_divisible(config, world, source)
     weights = stored_weights(source)
     if output.exists():

@@ -24,10 +24,10 @@ from longspec.inference.registry import choose_pair, draft_in_use
 from longspec.jobs.job import Count, ResumableJob, agree
 from longspec.models.content import state_digest, target_digest
 from longspec.models.draft_files import load_draft
-from longspec.models.target_files import read_generation_config
+from longspec.models.target_files import position_limit, read_generation_config
 from longspec.ranks.replicas import Replicas
-from longspec.regenerate.settings import Settings, check_settings
-from longspec.regenerate.shards import SplitShards, shard_size
+from longspec.regenerate.settings import Settings, check_settings, longest_prompt
+from longspec.regenerate.shards import SplitShards, prompt_keys, shard_size
 from longspec.regenerate.writer import Writer
 from longspec.signals import StopSignals
 
@@ -91,7 +91,10 @@ def _prepare(
     target, draft = pair.target, draft_in_use(pair, settings.method, settings.draft)
     chat_format = resolve_chat_format(settings.chat_format, target, config.model_type, tokenizer, report)
     report_ignored(read_generation_config(target, config), target, (), report)
-    settings.penalties(tokenizer, config.vocab_size)  # checks them
+    # Checked before any work; used later.
+    settings.penalties(tokenizer, config.vocab_size)
+    longest_prompt(settings, position_limit(config))
+    prompt_keys(settings.exclude)
     total = min(settings.count or len(files), len(files)) if files else settings.count
     settings = replace(settings, chat_format=chat_format, shard_size=settings.shard_size or shard_size(total))
     if files and files.unread:

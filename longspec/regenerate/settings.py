@@ -91,6 +91,19 @@ def check_settings(settings: Settings) -> None:
         check_integer(name, getattr(settings, name), number)
 
 
+def longest_prompt(settings: Settings, positions: int) -> int:
+    """Most tokens of a prompt. positions: those of the target. Raises UserError for limits beyond them."""
+    room = positions - settings.max_new_tokens
+    if room < 1:
+        raise UserError(f"max_new_tokens: {settings.max_new_tokens}; the target has {positions} positions")
+    if settings.max_prompt_tokens > room:
+        raise UserError(
+            f"max_prompt_tokens {settings.max_prompt_tokens} + max_new_tokens {settings.max_new_tokens}: "
+            f"the target has {positions} positions"
+        )
+    return settings.max_prompt_tokens or room
+
+
 def shard_seed(settings: Settings, shard: int, use: str) -> int:
     """The seed of a shard for one use of random numbers. Splits, shards and uses never share a seed."""
     # A hash, because sums of seed and shard would collide between runs with nearby seeds.

@@ -63,7 +63,8 @@ class SplitShards:
         """Lock the folder and store the facts of the run in it. Raises UserError if it belongs to another run."""
         file = self.folder / PROVENANCE_NAME
         with locked(self.folder):
-            if not file.exists():
+            # A run that failed before its first shard leaves only the facts.
+            if not any(self.folder.glob("shard-*")):
                 write_atomically(file, yaml.safe_dump(self.facts, sort_keys=False))
             elif differing := differences(read_yaml(file) | {"versions": None}, self.identity):
                 raise UserError(
@@ -79,7 +80,7 @@ class SplitShards:
 
     def merge(self) -> Path:
         """Write the split's file without duplicate or excluded prompts. Raises UserError if no record is left."""
-        seen = _prompt_keys(self.settings.exclude)
+        seen = prompt_keys(self.settings.exclude)
         dropped: Counter[str] = Counter()
         lines = []
         new_tokens = 0
@@ -120,8 +121,8 @@ def reasons(dropped: Mapping[str, int]) -> str:
     return "; ".join(f"{reason} {count}" for reason, count in dropped.items() if count)
 
 
-def _prompt_keys(files: Sequence[str]) -> set[bytes]:
-    """The keys of all prompts in files that this command wrote."""
+def prompt_keys(files: Sequence[str]) -> set[bytes]:
+    """The keys of all prompts in files that this command wrote. Raises UserError for other files."""
 
     def key(record: Record) -> bytes:
         # Only records of this command have the prompt in the form that the key is computed from.

@@ -19,13 +19,12 @@ from longspec.data.prompts import (
 )
 from longspec.data.records import Record
 from longspec.data.templates import check_embedded, conversation_text, encode_texts
-from longspec.errors import UserError
 from longspec.inference.answering import answer_all, whole_answers
 from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.engine.requests import Request
 from longspec.inference.request import Sampling, row_seed
 from longspec.models.target_files import position_limit
-from longspec.regenerate.settings import Settings, shard_seed
+from longspec.regenerate.settings import Settings, longest_prompt, shard_seed
 
 Done = Callable[[int, list[Record], Counter[str]], object]
 """Called with a complete shard: its number, its records, and how many prompts were dropped for each reason."""
@@ -69,13 +68,7 @@ class Writer:
         self.model, self.drafting = model, checked_drafting(model, drafting_of(settings), False)
         self.stop_ids = sorted(end_tokens(model))
         self.special_ids = set(tokenizer.all_special_ids)
-        max_positions = position_limit(model.config)
-        self.longest_prompt = settings.max_prompt_tokens or max_positions - settings.max_new_tokens
-        if self.longest_prompt < 1 or self.longest_prompt + settings.max_new_tokens > max_positions:
-            raise UserError(
-                f"max_prompt_tokens {self.longest_prompt} + max_new_tokens {settings.max_new_tokens}: "
-                f"the target has {max_positions} positions"
-            )
+        self.longest_prompt = longest_prompt(settings, position_limit(model.config))
         if files is None:
             # The target continues the chat template's opening of a user turn up to the template's end of it.
             before, after = user_turn_marks(tokenizer)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspec.errors import UserError, first_line
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
+from longspec.errors import UserError, first_line, os_errors
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, load_draft
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
@@ -173,19 +173,25 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool =
     """Write the draft in a run's `last_ds` or `last_2ds` folder. Returns the number of its parameters.
 
     output: a .pth file, a folder for DRAFT_WEIGHTS_NAME, or with `hf` a folder in Hugging Face form, with `int8`
-    in 8 bits. Raises UserError for a damaged checkpoint, and for `int8` without `hf`.
+    in 8 bits. Raises UserError for a damaged checkpoint, for `int8` without `hf`, and for a folder of a target.
     """
     if int8 and not hf:
         raise UserError("--int8: only with --hf")
+    if hf and (output / "config.json").exists():
+        try:
+            load_draft(output)
+        except UserError as error:
+            raise UserError(f"{output}: holds a config.json and no draft; give another folder") from error
     draft = read_draft(checkpoint)
     run, target_file = read_config_file(checkpoint / CONFIG_NAME), checkpoint / TARGET_NAME
     sample = read_sample(read_json(target_file), f"{target_file}: ")
-    if hf:
-        target = read_config(resolve_target(run.model_name_or_path))
-        save_draft_folder(draft, target, output, run.model.draft_options, target=sample, int8=int8)
-    else:
-        file = output if output.suffix == ".pth" else output / DRAFT_WEIGHTS_NAME
-        save_draft_file(draft, file, run.model.draft_options, sample)
+    with os_errors(f"{output}: cannot be written"):
+        if hf:
+            target = read_config(resolve_target(run.model_name_or_path))
+            save_draft_folder(draft, target, output, run.model.draft_options, target=sample, int8=int8)
+        else:
+            file = output if output.suffix == ".pth" else output / DRAFT_WEIGHTS_NAME
+            save_draft_file(draft, file, run.model.draft_options, sample)
     return len(draft)
 
 

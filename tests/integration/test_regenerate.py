@@ -219,35 +219,34 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, refusal: Callable[.
         plain.write_text(f"{first}{second}\n")
         with pytest.raises(UserError, match=rf"plain.jsonl, {problem}"):
             PromptFiles(str(plain))
-    base = ["--target", str(target), "--output_dir", str(tmp_path / "out")]
     for options, message in (
         ([], "count: give the number of prompts"),
         (["--count", "3", "--max_prompt_tokens", "9999"], "the target has 4096 positions"),
+        (["--count", "3", "--exclude", str(plain)], "line 1: exclude takes files that this command wrote"),
         (["--count", "3", "--method", "tree"], "method: tree needs a trained draft"),
     ):
-        assert message in refusal(main, base + options)
+        assert message in refusal(main, ["--target", str(target), "--output_dir", str(tmp_path / "out"), *options])
 
 
 @pytest.mark.parametrize(("method", "drafts"), [("auto", True), ("vanilla", False)])
 def test_a_named_pair_brings_its_draft_and_shards_of_another_one_are_refused(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, drafts: bool
 ) -> None:
-    draft = tmp_path / "draft.pth"
-    torch.save({"weight": torch.zeros(1)}, draft)
-
-    class Loaded(Exception):
-        pass
+    draft, first = tmp_path / "draft.pth", tmp_path / "text" / "train.shards" / "shard-00000-of-00002"
 
     def load(target: str, draft: str | None, **options: object) -> None:
-        raise Loaded(target, draft)
+        raise InterruptedError(target, draft)
 
     monkeypatch.setitem(PAIRS, "some-pair", Pair("some-pair", str(target), str(draft)))
-    settings = Settings("some-pair", str(tmp_path / "text"), count=1, method=method)
-    with pytest.raises(Loaded) as loaded:
-        regenerate(settings, load=load)
+    settings = Settings("some-pair", str(tmp_path / "text"), count=2, shard_size=1, method=method)
+    for weight in (0.0, 1.0):  # before its first shard, a run holds nothing that another one would not write
+        torch.save({"weight": torch.tensor([weight])}, draft)
+        with pytest.raises(InterruptedError) as loaded:
+            regenerate(settings, load=load)
     assert loaded.value.args == (str(target), str(draft) if drafts else None)
-    torch.save({"weight": torch.ones(1)}, draft)
-    with pytest.raises(UserError if drafts else Loaded, match="draft_digest" if drafts else None):
+    first.touch()
+    torch.save({"weight": torch.zeros(1)}, draft)
+    with pytest.raises(UserError if drafts else InterruptedError, match="draft_digest" if drafts else None):
         regenerate(settings, load=load)
 
 
