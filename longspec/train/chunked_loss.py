@@ -11,7 +11,7 @@ from longspec.errors import UserError
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import backend_of
 from longspec.models.parallel import log_sum_exp_over_ranks, max_over_ranks, sum_over_ranks
-from longspec.train.losses import OwnLoss, own_loss
+from longspec.train.losses import LOSSES, TokenLoss
 
 TERMS = ("loss", "ce", "kl", "target_loss")
 """Names of the summed terms, in their order in a tensor of sums."""
@@ -113,7 +113,7 @@ def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunk_terms(
-    logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor, loss_name: str = ""
+    logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor, loss_name: str
 ) -> Tensor:
     """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
@@ -127,10 +127,10 @@ def chunk_terms(
 
     Overwrites `logits`.
     """
-    own = own_loss(loss_name)
-    if own is not None or loss_name == "acceptance":
-        if own is not None:
-            loss, terms, gradient = _own_terms(own, logits, teacher_logits, labels, share)
+    per_token = LOSSES[loss_name].per_token
+    if per_token is not None or loss_name == "acceptance":
+        if per_token is not None:
+            loss, terms, gradient = _own_terms(per_token, logits, teacher_logits, labels, share)
         else:
             assert teacher_logits is not None
             loss, terms, gradient = _acceptance_terms(logits, teacher_logits, labels)
@@ -150,17 +150,17 @@ def _norm(logits: Tensor) -> Tensor:
 
 
 def _own_terms(
-    own: OwnLoss, logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float
+    per_token: TokenLoss, logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A registered loss per token [N], its `terms_and_gradient`, and the gradient by autograd."""
     norm, teacher_norm = _norm(logits), None if teacher_logits is None else _norm(teacher_logits)
     overwritten = logits.to(norm.dtype, copy=True)
     terms = Backend.terms_and_gradient(overwritten, teacher_logits, labels, share, norm, teacher_norm)
-    shown = teacher_logits.to(terms.dtype) if own.reads_target and teacher_logits is not None else None
+    shown = teacher_logits.to(terms.dtype) if share and teacher_logits is not None else None
     labels = labels.masked_fill((labels < 0) | (labels >= logits.shape[1]), IGNORED)
     with torch.enable_grad():
         variable = logits.to(terms.dtype).detach().requires_grad_()
-        loss = own.per_token(variable, shown, labels)
+        loss = per_token(variable, shown, labels)
         if loss.shape != labels.shape:
             raise UserError(
                 f"config key loss: the registered loss returned {list(loss.shape)} for {len(labels)} tokens; it must "

@@ -17,18 +17,18 @@ from longspec.errors import UserError, os_errors
 from longspec.kernels.training.varlen_flash import resolve_attention
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
-from longspec.train.losses import loss_names, own_loss
+from longspec.train.losses import LOSSES
 from longspec.train.recipe import MUON_FROM, muon_fits
 
 
 def check(config: TrainConfig) -> None:
     """Check what the schema cannot tell, and that the data files exist. Raises UserError with the key's name."""
-    _check_choice("loss", config.loss, loss_names())
+    _check_choice("loss", config.loss, tuple(LOSSES))
     _check_choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
     check_templates(config.data.templates, "config key data.templates")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
-    has_all_logits = config.tp_size == 1 or own_loss(config.loss) is None
+    has_all_logits = config.tp_size == 1 or LOSSES[config.loss].per_token is None
     _require(has_all_logits, "tp_size: must be 1 with a registered loss, which needs all logits")
     _require(not (config.resume and config.overwrite_output_dir), "overwrite_output_dir: must be false with resume")
     _require(config.output_dir.strip() != "", "output_dir: must name a folder")

@@ -20,13 +20,11 @@ from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.kernels.shared.device import upload
 from longspec.kernels.torch.vocabulary import OUTSIDE
-from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_size
+from longspec.models.parallel import first_token, vocabulary_size
 from longspec.ranks.agreement import from_every_rank, from_rank_zero
-from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, score_chunks, zero_sums
-from longspec.train.losses import own_loss
+from longspec.train.chunked_loss import TERMS, ChunkedLoss, score_chunks
+from longspec.train.losses import LOSSES
 
-TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5, "acceptance": 1.0}
-"""Weight of the target's distribution in each loss. The label has the remaining weight."""
 CHUNK_LOGITS = 2**27
 """Logits of the draft per chunk, counted over all ranks that share a target: 1024 tokens of a 128k vocabulary or 8192
 of a 16k one, 0.25 GiB in bf16."""
@@ -52,7 +50,7 @@ class DraftLoss:
     """
 
     loss: str
-    """One of `loss_names()`."""
+    """A name in `LOSSES`."""
     log_target_loss: bool = False
     """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
@@ -63,8 +61,7 @@ class DraftLoss:
     @property
     def teacher_share(self) -> float:
         """Weight of the target's distribution, in 0 … 1."""
-        own = own_loss(self.loss)
-        return TEACHER_SHARE[self.loss] if own is None else float(own.reads_target)
+        return LOSSES[self.loss].teacher_share
 
     @property
     def reads_target(self) -> bool:
@@ -78,19 +75,9 @@ class DraftLoss:
         labels: Tensor,
         lm_head: nn.Module,
         head: nn.Module | None = None,
+        compute: Callable[..., tuple[Tensor, Tensor]] = ChunkedLoss.apply,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
-
-    def in_chunks(
-        self,
-        compute: Callable[..., tuple[Tensor, Tensor]],
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The first result of `compute`, which is `ChunkedLoss.apply` or `score_chunks`, and the metrics."""
+        """head: the draft's own. compute: its first result is returned; `DraftScores` passes `score_chunks`."""
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         size = vocabulary_size(lm_head) if self.vocabulary is None else len(self.vocabulary)
         # The same number of tokens on all ranks.
@@ -144,12 +131,9 @@ class DraftLoss:
         """Write the target's cross-entropy over the whole vocabulary to `sums`, if it was computed over a list."""
         if self.vocabulary is None or not self.log_target_loss:
             return
-        assert teacher is not None
-        whole = zero_sums(teacher)
         chunk = max(1, self.chunk_logits // vocabulary_size(lm_head))
-        for span, logits, _ in logit_chunks(teacher, None, weight, weight, chunk):
-            chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
-        sums[TERMS.index("target_loss")] = sum_over_ranks(whole)[TERMS.index("ce")]
+        _, whole = score_chunks(teacher, None, targets - first_token(lm_head), weight, weight, "ce", 0.0, chunk)
+        sums[TERMS.index("target_loss")] = whole[TERMS.index("ce")]
 
 
 @dataclass(frozen=True)
@@ -167,7 +151,7 @@ class DraftScores:
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, *heads: Any
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The arguments of `DraftLoss`."""
-        correct, metrics = self.loss.in_chunks(score_chunks, hidden, target_hidden, labels, *heads)
+        correct, metrics = self.loss(hidden, target_hidden, labels, *heads, compute=score_chunks)
         # The first column has no hidden state before it.
         scored = labels != IGNORED
         scored[:, 0] = False

@@ -1,5 +1,7 @@
 """The chunked losses, compared with formulas on whole logits: value and gradient in fp64."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,8 @@ from torch import Tensor, nn
 from training_reference import plain_loss
 
 from longspec.errors import UserError
-from longspec.train import losses
 from longspec.train.loss import DraftLoss, DraftScores
-from longspec.train.losses import LOSSES
+from longspec.train.losses import LOSSES, register_loss
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -52,11 +53,9 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, V, 3)])
 @pytest.mark.parametrize("name", ["ce", "distill"])
-def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(
-    name: str, vocabulary: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@patch.dict(LOSSES)
+def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(name: str, vocabulary: Tensor | None) -> None:
     """Value, gradient and scores, with and without a list of the draft's tokens."""
-    monkeypatch.setattr(losses, "_own", {})
 
     def ce(logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> Tensor:
         assert target_logits is None
@@ -67,7 +66,7 @@ def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(
         terms = F.kl_div(logits.log_softmax(-1), target_logits.log_softmax(-1), reduction="none", log_target=True)
         return terms.sum(-1)
 
-    losses.register_loss("own", {"ce": ce, "distill": distill}[name], reads_target=name == "distill")
+    register_loss("own", {"ce": ce, "distill": distill}[name], reads_target=name == "distill")
     hidden, teacher, labels, head = example()
     results = []
     for loss in (name, "own"):
@@ -78,12 +77,12 @@ def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
-def test_a_registered_loss_has_a_new_name_and_a_value_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_own", {})
-    losses.register_loss("own", lambda logits, target_logits, labels: logits.mean(), reads_target=False)
+@patch.dict(LOSSES)
+def test_a_registered_loss_has_a_new_name_and_a_value_per_token() -> None:
+    register_loss("own", lambda logits, target_logits, labels: logits.mean(), reads_target=False)
     for name in ("own", "ce"):
         with pytest.raises(UserError, match=f"there is a loss '{name}'"):
-            losses.register_loss(name, lambda logits, target_logits, labels: labels, reads_target=False)
+            register_loss(name, lambda logits, target_logits, labels: labels, reads_target=False)
     with pytest.raises(UserError, match="one value per token"):
         DraftLoss("own")(*example())
 
