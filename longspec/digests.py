@@ -4,8 +4,8 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from longspec.errors import UserError
 
@@ -16,11 +16,8 @@ STRIDE_BYTES = 1 << 20
 """Distance in bytes between two samples of a larger weight file."""
 BLOCK_BYTES = 4 << 10
 """Size of a sample in bytes."""
-
-
-def content_hash(data: bytes = b"") -> Any:
-    """The hash of all content digests: BLAKE2b with 128 bits."""
-    return hashlib.blake2b(data, digest_size=16)
+content_hash = partial(hashlib.blake2b, digest_size=16)
+"""The hash of all content digests: BLAKE2b with 128 bits."""
 
 
 def file_digest(file: str | Path) -> str:

@@ -26,10 +26,8 @@ T = TypeVar("T")
 
 WAIT_S = 10
 """Seconds after which a rank that waits for the others logs a warning."""
-
-
-# Port 0 stands for any free port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""The environment of a run without a launcher. Port 0 stands for any free port."""
 
 
 def launched_ranks() -> tuple[int, int]:
@@ -43,12 +41,6 @@ def launched_ranks() -> tuple[int, int]:
             "start the run with `deepspeed` or `torchrun`, or unset them for a run on one device"
         )
     return int(rank), int(world_size)
-
-
-def complete_environment() -> None:
-    """Set the variables that a run without a launcher lacks, for libraries that read them."""
-    for name, value in ALONE.items():
-        os.environ.setdefault(name, value)
 
 
 @contextmanager

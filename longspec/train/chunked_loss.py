@@ -51,7 +51,6 @@ class ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         teacher_weight: Tensor,
         loss: str,
-        share: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         """hidden, teacher [N, hidden]; labels [N]; weights [V, hidden] -> (sum of the loss, sums of TERMS [4]).
@@ -65,7 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
         sums = zero_sums(hidden)
         for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, teacher_weight, chunk):
             # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
-            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
+            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], sums, loss)
             logits_gradient = logits_gradient.to(hidden.dtype)
             torch.mm(logits_gradient, weight, out=gradient[span])
             if head_gradient is not None:
@@ -82,7 +81,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradient, head_gradient = ctx.saved_tensors
         own = None if head_gradient is None else head_gradient * upstream
-        return gradient * upstream, None, None, own, None, None, None, None
+        return gradient * upstream, None, None, own, None, None, None
 
 
 def score_chunks(
@@ -92,14 +91,13 @@ def score_chunks(
     weight: Tensor,
     teacher_weight: Tensor,
     loss: str,
-    share: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Whether each label is ranked first, bool [N], and the sums of TERMS [4]. Arguments as of ChunkedLoss."""
     sums, correct = zero_sums(hidden), torch.empty_like(labels, dtype=torch.bool)
     for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, teacher_weight, chunk):
         correct[span] = ranked_first(logits, labels[span])
-        chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
+        chunk_terms(logits, teacher_logits, labels[span], sums, loss)
     return correct, sum_over_ranks(sums)
 
 
@@ -112,12 +110,10 @@ def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
     return sum_over_ranks((on_this_rank & (label_logits == largest)).int()) > 0
 
 
-def chunk_terms(
-    logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor, loss_name: str
-) -> Tensor:
+def chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, sums: Tensor, loss_name: str) -> Tensor:
     """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
-    With the draft's distribution q, the target's p and the label y:
+    With the draft's distribution q, the target's p, the label y and share = `teacher_share`:
 
         loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
         d loss / d logits = q - (1 - share) · onehot(y) - share · p
@@ -127,7 +123,7 @@ def chunk_terms(
 
     Overwrites `logits`.
     """
-    per_token = LOSSES[loss_name].per_token
+    share, per_token = LOSSES[loss_name].teacher_share, LOSSES[loss_name].per_token
     if per_token is not None or loss_name == "acceptance":
         if per_token is not None:
             loss, terms, gradient = _own_terms(per_token, logits, teacher_logits, labels, share)

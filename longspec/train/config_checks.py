@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from longspec.data.lines import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.kernels.training.varlen_flash import resolve_attention
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
@@ -76,10 +75,3 @@ def _require(condition: bool, problem: str) -> None:
 def _real_files(files: list[str] | None) -> set[str]:
     """The paths of all data files, without links: a link to a training file must not pass as held-out data."""
     return {os.path.realpath(file) for file in data_files(files)} if files is not None else set()
-
-
-def make_output_dir(config: TrainConfig) -> None:
-    """Create the output folder if it is missing. Raises UserError if that fails."""
-    output = Path(config.output_dir)
-    with os_errors(f"config key output_dir: {output} cannot be created"):
-        output.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longspec.errors import UserError
 from longspec.models.parallel import share_target, sum_over_ranks
-from longspec.ranks.agreement import complete_environment, connecting, from_rank_zero, launched_ranks
+from longspec.ranks.agreement import ALONE, connecting, from_rank_zero, launched_ranks
 from longspec.signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -22,7 +22,9 @@ T = TypeVar("T")
 def start_ranks() -> None:
     """Join the process group: NCCL on GPUs, gloo on the CPU; one rank without a launcher. Raises UserError."""
     launched_ranks()  # checks the environment
-    complete_environment()
+    # Libraries read these variables, too.
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
     # Only inference uses DeepSpeed's CPU all-reduce, and compiling it takes half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # The accelerator is the CPU if DS_ACCELERATOR=cpu, even on a host with GPUs.

@@ -55,7 +55,6 @@ class RunLog:
         folder = Path(config.output_dir)
         self.path = folder / METRICS_NAME
         with os_errors(f"{self.path}: cannot be written", "free space or repair the folder"):
-            folder.mkdir(parents=True, exist_ok=True)
             self.last_metrics = _cut(self.path, start_step)
         self.wandb = _start_wandb(folder, config)
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)

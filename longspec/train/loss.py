@@ -59,14 +59,9 @@ class DraftLoss:
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
 
     @property
-    def teacher_share(self) -> float:
-        """Weight of the target's distribution, in 0 … 1."""
-        return LOSSES[self.loss].teacher_share
-
-    @property
     def reads_target(self) -> bool:
         """Whether the target's hidden states are needed. Otherwise they may be None."""
-        return self.teacher_share > 0 or self.log_target_loss
+        return LOSSES[self.loss].teacher_share > 0 or self.log_target_loss
 
     def __call__(
         self,
@@ -77,7 +72,7 @@ class DraftLoss:
         head: nn.Module | None = None,
         compute: Callable[..., tuple[Tensor, Tensor]] = ChunkedLoss.apply,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """head: the draft's own. compute: its first result is returned; `DraftScores` passes `score_chunks`."""
+        """head: the draft's own. compute: its first result is returned; `scores` passes `score_chunks`."""
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         size = vocabulary_size(lm_head) if self.vocabulary is None else len(self.vocabulary)
         # The same number of tokens on all ranks.
@@ -85,10 +80,31 @@ class DraftLoss:
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
             own: Any = rows if head is None else head.weight
-            result, sums = compute(student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk)
+            result, sums = compute(student, teacher, row_labels, own, rows, self.loss, chunk)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
-        reported = (True, self.teacher_share < 1, self.teacher_share > 0, self.log_target_loss)
+        share = LOSSES[self.loss].teacher_share
+        reported = (True, share < 1, share > 0, self.log_target_loss)
         return result, {name: value for name, value, shown in zip(TERMS, sums, reported, strict=True) if shown}
+
+    @torch.no_grad()
+    def scores(
+        self,
+        hidden: Tensor,
+        target_hidden: Tensor | None,
+        labels: Tensor,
+        lm_head: nn.Module,
+        head: nn.Module | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The objective of an evaluation: the metrics without gradients, and bool [B, T]: whether the draft ranks the
+        label at [b, t] first.
+
+        The flags are False for labels that do not count. They are on the same device as `labels`.
+        """
+        correct, metrics = self(hidden, target_hidden, labels, lm_head, head, compute=score_chunks)
+        # The first column has no hidden state before it.
+        scored = labels != IGNORED
+        scored[:, 0] = False
+        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
 
     def _select_scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
@@ -131,31 +147,10 @@ class DraftLoss:
         """Write the target's cross-entropy over the whole vocabulary to `sums`, if it was computed over a list."""
         if self.vocabulary is None or not self.log_target_loss:
             return
+        assert teacher is not None
         chunk = max(1, self.chunk_logits // vocabulary_size(lm_head))
-        _, whole = score_chunks(teacher, None, targets - first_token(lm_head), weight, weight, "ce", 0.0, chunk)
+        _, whole = score_chunks(teacher, None, targets - first_token(lm_head), weight, weight, "ce", chunk)
         sums[TERMS.index("target_loss")] = whole[TERMS.index("ce")]
-
-
-@dataclass(frozen=True)
-class DraftScores:
-    """The objective of an evaluation: the metrics of a loss without gradients, and bool [B, T]: whether the draft ranks
-    the label at [b, t] first.
-
-    The flags are False for labels that do not count. They are on the same device as `labels`.
-    """
-
-    loss: DraftLoss
-
-    @torch.no_grad()
-    def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, *heads: Any
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The arguments of `DraftLoss`."""
-        correct, metrics = self.loss(hidden, target_hidden, labels, *heads, compute=score_chunks)
-        # The first column has no hidden state before it.
-        scored = labels != IGNORED
-        scored[:, 0] = False
-        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from training_reference import plain_loss
 
 from longspec.errors import UserError
-from longspec.train.loss import DraftLoss, DraftScores
+from longspec.train.loss import DraftLoss
 from longspec.train.losses import LOSSES, register_loss
 
 B, T, HIDDEN, V = 3, 11, 8, 23
@@ -40,14 +40,14 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
     assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
     assert metrics.keys() == {"loss", *["ce"] * (loss in ("ce", "mixed")), *["kl"] * (loss != "ce")}
 
-    scores, hits = DraftScores(objective)(hidden, teacher, labels, head)
+    scores, hits = objective.scores(hidden, teacher, labels, head)
     assert scores == metrics
     guessed = head(hidden[:, :-1]).argmax(-1)
     assert hits.shape == labels.shape and not hits[:, 0].any()
     assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
     liked = labels.clone()
     liked[:, 1:] = torch.where(liked[:, 1:] == -100, -100, guessed)
-    _, all_hits = DraftScores(objective)(hidden, teacher, liked, head)
+    _, all_hits = objective.scores(hidden, teacher, liked, head)
     assert torch.equal(all_hits[:, 1:], labels[:, 1:] != -100)
 
 
@@ -73,7 +73,7 @@ def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(name: str, 
         objective = DraftLoss(loss, chunk_logits=4 * V, vocabulary=vocabulary)
         value, metrics = objective(hidden, teacher, labels, head)
         (gradient,) = torch.autograd.grad(value * 0.3, hidden)
-        results.append((value, gradient, metrics, DraftScores(objective)(hidden, teacher, labels, head)[0]))
+        results.append((value, gradient, metrics, objective.scores(hidden, teacher, labels, head)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
@@ -159,7 +159,7 @@ def test_a_vocabulary_list_restricts_draft_and_target(loss: str, chunk: int) -> 
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(metrics["target_loss"], plain_loss("ce", teacher, teacher, labels, head))
 
-    scores, hits = DraftScores(objective)(hidden, teacher, labels, head)
+    scores, hits = objective.scores(hidden, teacher, labels, head)
     assert scores == metrics
     guessed = LISTED[head(hidden[:, :-1])[..., LISTED].argmax(-1)]
     assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
@@ -184,5 +184,5 @@ def test_a_head_of_the_drafts_own_trains(loss: str) -> None:
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
     for actual, wanted in zip(gradients, torch.autograd.grad(expected * 0.3, (hidden, own.weight)), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
-    scored, _ = DraftScores(objective)(hidden, teacher, labels, head, own)
+    scored, _ = objective.scores(hidden, teacher, labels, head, own)
     torch.testing.assert_close(scored["loss"], metrics["loss"])
