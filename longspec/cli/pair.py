@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from longspec.cli.options import PairOptions
+from longspec.cli.options import PairOptions, ShapeOptions
 from longspec.data.aligners import Turn
 from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
 from longspec.data.templates import conversation_text, encode_texts
@@ -29,20 +28,15 @@ from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.target_files import position_limit
+from longspec.signals import is_first_rank
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(ShapeOptions):
+    """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`; what is None has the
+    value of the target's generation config."""
 
     max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float | None = None
-    """None of this and the next two: the value of the target's generation config."""
-    typical_p: float | None = None
-    epsilon_cutoff: float | None = None
     token_options: Mapping[str, Any] = field(default_factory=dict)
     """Entries of `token_options.COMMAND_OPTIONS`; others have the values of the target's generation config."""
 
@@ -170,5 +164,5 @@ def open_pair(
 
 
 def _note(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # once per launch
+    if is_first_rank():  # once per launch
         print(line, file=sys.stderr, flush=True)

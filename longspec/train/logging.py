@@ -58,7 +58,6 @@ class RunLog:
             self.last_metrics = _cut(self.path, start_step)
         self.wandb = _start_wandb(folder, config)
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
-        self.total_steps = total_steps
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log one optimizer step. `metrics` holds `step` and plain numbers.
@@ -79,7 +78,7 @@ class RunLog:
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         # Lines would otherwise break the progress bar.
         with logging_redirect_tqdm():
-            logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
+            logger.info("step %d/%d %s", metrics["step"], self.bar.total, values)
         self.bar.update(metrics["step"] - self.bar.n)
 
     def close(self) -> None:

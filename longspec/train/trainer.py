@@ -54,7 +54,7 @@ class Trainer:
         self.loader = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation)
         vocabulary = engine.module.draft_model.vocabulary
         objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
-        self.steps = OptimizerSteps(config, engine, inputs, objective, sampler, self.total_steps)
+        self.steps = OptimizerSteps(config, engine, inputs, objective, sampler)
         self.evaluation = Evaluation(config, engine, inputs, objective, self.held_out_rows)
 
     def run(self, termination: Termination) -> bool:
