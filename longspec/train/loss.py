@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
-from longspec.errors import UserError
 from longspec.kernels.shared.device import upload
 from longspec.kernels.torch.vocabulary import OUTSIDE
 from longspec.models.parallel import first_token, vocabulary_size
-from longspec.ranks.agreement import from_every_rank, from_rank_zero
+from longspec.ranks.agreement import fail_together, from_every_rank
 from longspec.train.chunked_loss import TERMS, ChunkedLoss, score_chunks
 from longspec.train.losses import LOSSES
 
@@ -176,13 +175,9 @@ def stop_at_broken_loss(
     """
     own = [(ids, math.isfinite(micro_loss)) for ids, micro_loss in zip(samples, losses, strict=True)]
     reports = list(chain.from_iterable(from_every_rank(own)))
-
-    def stop() -> None:
-        broken = [ids for ids, is_finite in reports if not is_finite] or [ids for ids, _ in reports]
-        names = ", ".join(dict.fromkeys(chain.from_iterable(broken)))
-        raise UserError(
-            f"step {step}: the loss is {loss} and the gradient norm {norm}; training stops without saving this step. "
-            f"Samples: {names}"
-        )
-
-    from_rank_zero(stop)
+    broken = [ids for ids, is_finite in reports if not is_finite] or [ids for ids, _ in reports]
+    names = ", ".join(dict.fromkeys(chain.from_iterable(broken)))
+    fail_together(
+        f"step {step}: the loss is {loss} and the gradient norm {norm}; training stops without saving this step. "
+        f"Samples: {names}"
+    )

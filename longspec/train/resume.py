@@ -15,8 +15,8 @@ from longspec.models.content import target_digests
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
 from longspec.models.draft_layer import GLIDE, check_window
 from longspec.models.target_files import read_config
-from longspec.train.config import CONFIG_NAME, read_config_file
-from longspec.train.config_schema import DRAFT_DEFAULTS, TrainConfig
+from longspec.train.config import read_config_file
+from longspec.train.config_schema import CONFIG_NAME, MODEL_DEFAULTS, TrainConfig
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import drafts, find_draft, find_latest, marker_of, states
 from longspec.train.markers import Contents, Run
@@ -32,8 +32,6 @@ RESUMED_KEYS = (
     "model.torch_dtype",
 )
 """Keys that must have the same values as in the run that is resumed. `with_draft_options` compares the draft's own."""
-DEFAULTS: dict[str, Any] = DRAFT_DEFAULTS | {"architecture": GLIDE, "draft_vocabulary": None}
-"""Values of the section `model` that leave an option to the draft that training starts from."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
         stated |= {f"architecture_options.{name}": value for name, value in model.architecture_options.items()}
         saved |= {f"architecture_options.{name}": value for name, value in values.items()}
     for name, value in stated.items():
-        if value != saved.get(name) and (name not in DEFAULTS or value != DEFAULTS[name]):
+        if value != saved.get(name) and (name not in MODEL_DEFAULTS or value != MODEL_DEFAULTS[name]):
             raise UserError(
                 f"config key model.{name}: {value}, but the draft at {state or draft} has {saved.get(name)}; omit it"
             )

@@ -20,8 +20,8 @@ from longspec.errors import UserError
 from longspec.longbench.command import parse_options
 from longspec.train import recipe
 from longspec.train.checkpoint import locate
-from longspec.train.config import CONFIG_NAME, compose_config, load_config, readable, to_yaml, typed
-from longspec.train.config_schema import TrainConfig
+from longspec.train.config import compose_config, load_config, readable, to_yaml, typed
+from longspec.train.config_schema import CONFIG_NAME, TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
 
 EXP = ROOT / "conf" / "exp"
