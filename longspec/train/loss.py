@@ -69,6 +69,7 @@ class DraftLoss:
         labels: Tensor,
         lm_head: nn.Module,
         head: nn.Module | None = None,
+        *,
         compute: Callable[..., tuple[Tensor, Tensor]] = ChunkedLoss.apply,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """head: the draft's own. compute: its first result is returned; `scores` passes `score_chunks`."""
@@ -87,19 +88,14 @@ class DraftLoss:
 
     @torch.no_grad()
     def scores(
-        self,
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, *heads: Any
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The objective of an evaluation: the metrics without gradients, and bool [B, T]: whether the draft ranks the
         label at [b, t] first.
 
         The flags are False for labels that do not count. They are on the same device as `labels`.
         """
-        correct, metrics = self(hidden, target_hidden, labels, lm_head, head, compute=score_chunks)
+        correct, metrics = self(hidden, target_hidden, labels, *heads, compute=score_chunks)
         # The first column has no hidden state before it.
         scored = labels != IGNORED
         scored[:, 0] = False
