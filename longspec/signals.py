@@ -30,7 +30,7 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0 of its launch, or has none."""
+    """Whether this process is rank 0 of a launch, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -178,7 +178,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def to_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML, in the schema's order."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return OmegaConf.to_yaml(asdict(config))
 
 
 ELEMENT = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""")

@@ -109,20 +109,19 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     if state is None and "window" in model.architecture_options:
         # No weight depends on it.
         values["window"] = model.architecture_options["window"]
-    taken: dict[str, Any] = {"architecture": options.architecture, "draft_vocabulary": size}
-    taken |= values if options.architecture == GLIDE else {"architecture_options": values}
-    stated = {name: getattr(model, name) for name in taken if name != "architecture_options"}
-    saved = dict(taken)
-    if options.architecture != GLIDE:
-        stated |= {f"architecture_options.{name}": value for name, value in model.architecture_options.items()}
-        saved |= {f"architecture_options.{name}": value for name, value in values.items()}
-    for name, value in stated.items():
-        if value != saved.get(name) and (name not in MODEL_DEFAULTS or value != MODEL_DEFAULTS[name]):
+    is_glide = options.architecture == GLIDE
+    prefix, own = ("", vars(model)) if is_glide else ("architecture_options.", model.architecture_options)
+    shared: dict[str, Any] = {"architecture": options.architecture, "draft_vocabulary": size}
+    saved = shared | {prefix + name: value for name, value in values.items() if name in own}
+    stated = vars(model) | {prefix + name: value for name, value in own.items()}
+    for name, value in saved.items():
+        if stated[name] not in (value, MODEL_DEFAULTS.get(name, value)):
             raise UserError(
-                f"config key model.{name}: {value}, but the draft at {state or draft} has {saved.get(name)}; omit it"
+                f"config key model.{name}: {stated[name]}, but the draft at {state or draft} has {value}; omit it"
             )
     check_window(options.window, config.variant.largest_lag, "config key variant.depth")
-    return replace(config, model=replace(model, **taken))
+    options_taken: dict[str, Any] = values if is_glide else {"architecture_options": values}
+    return replace(config, model=replace(model, **shared, **options_taken))
 
 
 def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents: Contents) -> None:

@@ -49,7 +49,7 @@ class ResumableSampler(Sampler[list[int]]):
         return int(_order(self.rows, self.seed, epoch)[index_in_epoch])
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch. All ranks compute the same permutation and read different parts of it."""
     return np.random.default_rng([seed, epoch]).permutation(rows)
