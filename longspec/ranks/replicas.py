@@ -152,7 +152,7 @@ class Replicas:
 
 
 @contextmanager
-def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
+def joined_replicas(tp_size: int) -> Iterator[Replicas]:
     """The replicas of this process's launch, connected until the context ends.
 
     tp_size: number of ranks that share a target (see `inference.process_group`); several are a single replica. Raises

@@ -13,7 +13,7 @@ from longspec.models.draft import Options
 from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.draft_files import options_of
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
-from longspec.train.positions import BLOCK_LAGS
+from longspec.train.positions import BLOCK_LAGS, Variant
 
 LARGEST = 2**64
 """Integers are less: torch takes no larger seed."""
@@ -122,7 +122,7 @@ class DeepSpeedConfig:
 class VariantConfig:
     """The training variant (see `longspec.train.positions`)."""
 
-    name: Literal["base", "sinkpi-slicing"]
+    name: Variant
     max_offset: Count
     """Largest offset of anchor-offset positions."""
     depth: Count
