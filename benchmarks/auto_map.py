@@ -90,7 +90,7 @@ def cell_speeds(
     The methods take turns at each batch.
     """
     batches = [list(prompts[start : start + batch]) for start in range(0, len(prompts), batch)]
-    sampling = SamplingOptions(tokens, temperature)
+    sampling = SamplingOptions(temperature, max_new_tokens=tokens)
     measured: dict[str, list[tuple[int, float]]] = {name: [] for name in METHODS}
     for number, own in enumerate([batches[0], *batches]):  # the first one warms up
         for name, settings in METHODS.items():

@@ -56,7 +56,7 @@ def ours(run: Run) -> Generate:
     pair = open_pair(PairOptions(run.target, run.draft, dtype=run.dtype), run.method)
 
     def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
-        output = pair.generate(prompts, SamplingOptions(tokens), eos_token_id=(), batch_size=requests)
+        output = pair.generate(prompts, SamplingOptions(max_new_tokens=tokens), eos_token_id=(), batch_size=requests)
         return [answer.tolist() for answer in output.new_tokens]
 
     return generate

@@ -69,7 +69,9 @@ def measure_generate(pair: LoadedPair, load: Load) -> dict[str, float]:
     def run(prompts: list[list[int]], method: str) -> tuple[float, float]:
         for _ in range(2):  # the first run warms up
             start = perf_counter()
-            stats = pair.generate(prompts, SamplingOptions(load.tokens), method=method, eos_token_id=()).stats
+            stats = pair.generate(
+                prompts, SamplingOptions(max_new_tokens=load.tokens), method=method, eos_token_id=()
+            ).stats
             seconds = perf_counter() - start
         return stats.tokens_per_second, len(prompts) * load.tokens / seconds
 

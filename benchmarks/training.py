@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from longspec.train.distributed import share_targets, start_ranks
 from longspec.train.engine import build_engine, built_in_shards
 from longspec.train.losses import LOSSES
 from longspec.train.micro_batches import Batch
-from longspec.train.positions import VARIANTS
+from longspec.train.positions import Variant
 from longspec.train.trainer import Trainer
 
 CONFIGS = Path(__file__).parents[1] / "conf/exp"
@@ -97,7 +97,7 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="*", default=["llama3-8b", "qwen2-7b"], choices=list(SHAPES))
     add("--stages", type=int, nargs="*", default=list(STAGES), choices=list(STAGES))
-    add("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS)
+    add("--variants", nargs="*", default=list(get_args(Variant)), choices=get_args(Variant))
     add(
         "--losses",
         nargs="*",

@@ -5,9 +5,8 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO
 
 from longspec.errors import UserError, os_errors
 
@@ -28,41 +27,35 @@ def locked(folder: str | Path) -> Iterator[None]:
     if the file cannot be written.
     """
     file = Path(folder) / LOCK_NAME
-    with os_errors(f"output_dir: {file} cannot be written"):
+    problem = f"output_dir: {file} cannot be written"
+    with os_errors(problem):
         file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("ab")
-    with stream:
-        if not _flock(stream, file):
-            raise UserError(
-                f"output_dir: another run is writing to {folder}; wait for it, stop it, or give another output_dir"
-            )
-        # A loading process that outlives its rank must not hold the lock.
-        os.register_at_fork(after_in_child=stream.close)
+    refusal = f"output_dir: another run is writing to {folder}; wait for it, stop it, or give another output_dir"
+    with _locked(file, problem, refusal):
         yield
+
+
+def locked_file(path: Path) -> AbstractContextManager[None]:
+    """Hold the lock of a file inside the context. Raises UserError if another process has locked it."""
+    refusal = f"{path}: another run is writing to it; wait for it, or stop it"
+    return _locked(path, f"{path}: cannot be opened", refusal)
 
 
 @contextmanager
-def locked_file(path: Path) -> Iterator[None]:
-    """Hold the lock of a file inside the context. Raises UserError if another process has locked it."""
-    with os_errors(f"{path}: cannot be opened"):
-        stream = path.open("ab")
+def _locked(file: Path, problem: str, refusal: str) -> Iterator[None]:
+    """Hold the lock of a file. Raises UserError: `problem` if it cannot be opened, `refusal` if another process holds
+    the lock. On a file system without locks a warning is logged instead."""
+    with os_errors(problem):
+        stream = file.open("ab")
     with stream:
-        if not _flock(stream, path):
-            raise UserError(f"{path}: another run is writing to it; wait for it, or stop it")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(refusal) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise UserError(f"{file}: cannot be locked ({error.strerror})") from error
+            logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
+        # A loading process that outlives its rank must not hold the lock.
+        os.register_at_fork(after_in_child=stream.close)
         yield
-
-
-def _flock(stream: IO[bytes], file: Path) -> bool:
-    """Lock an open file. Returns whether it is locked; it is not if another process holds the lock.
-
-    On a file system without locks a warning is logged instead. Raises UserError.
-    """
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise UserError(f"{file}: cannot be locked ({error.strerror})") from error
-        logger.warning("%s cannot be locked (%s); do not start a second run there", file, error.strerror)
-    return True

@@ -29,7 +29,8 @@ def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
         LIBC.prctl(PARENT_DEATH_SIGNAL, by)
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of a launch, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -45,13 +46,21 @@ def handled(number: int, handler: Any) -> Iterator[None]:
 
 
 @contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Context whose stop signals are handled at its end. For the main thread; in another one it does nothing."""
-    late: list[int] = []
+def stop_signals_handled(handler: Any) -> Iterator[None]:
+    """Context in which stop signals have another handler, unless they are ignored (`nohup` ignores SIGHUP). Outside the
+    main thread, where Python allows no handlers, it does nothing."""
     with ExitStack() as handlers:
         for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handlers.enter_context(handled(number, lambda number, frame: late.append(number)))
+                handlers.enter_context(handled(number, handler))
+        yield
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Context whose stop signals are handled at its end, as far as `stop_signals_handled` handles them."""
+    late: list[int] = []
+    with stop_signals_handled(lambda number, frame: late.append(number)):
         yield
     for number in late[:1]:
         signal.raise_signal(number)
@@ -60,9 +69,8 @@ def deferred_signals() -> Iterator[None]:
 class StopSignals:
     """Context manager that records requests to stop.
 
-    A second SIGINT kills the process; on a terminal, the first one says so. A signal that is ignored on entry stays
-    ignored (`nohup` ignores SIGHUP). Outside the main thread, where Python allows no handlers, the context does
-    nothing.
+    A second SIGINT kills the process; on a terminal, the first one says so. `stop_signals_handled` says which signals
+    have a handler.
     """
 
     received: int | None = None
@@ -82,15 +90,12 @@ class StopSignals:
         self._raised = False
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._handlers.enter_context(handled(number, self._record))
+        self._handlers.enter_context(stop_signals_handled(self._record))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._handlers.close()
-        says = self._note is not None and self.at_once and _is_first_rank()
+        says = self._note is not None and self.at_once and is_first_rank()
         if says and self.received is not None and kind is not None and issubclass(kind, SystemExit):
             print(f"stopped by {signal.Signals(self.received).name}{self._note}", file=sys.stderr)
 
@@ -98,7 +103,7 @@ class StopSignals:
         if number == signal.SIGINT:
             # The default handler acts on a second SIGINT even while the main thread is inside a C call.
             signal.signal(number, signal.SIG_DFL)
-            if self.received is None and not self.at_once and _is_first_rank() and sys.stderr.isatty():
+            if self.received is None and not self.at_once and is_first_rank() and sys.stderr.isatty():
                 # Not print, which the signal may have interrupted.
                 os.write(sys.stderr.fileno(), b"\nstopping after the current work; Ctrl-C again ends it at once\n")
         if self.received is None:

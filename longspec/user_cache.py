@@ -1,11 +1,9 @@
 """The user's cache, and the notice about work that is done once and kept there."""
 
-import logging
 import os
-from functools import cache
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from longspec.errors import warn_once
 
 
 def user_cache(kind: str) -> Path:
@@ -13,9 +11,8 @@ def user_cache(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / kind
 
 
-@cache
 def announce_first_use() -> None:
     """Log the notice, once per process. Called before kernels are compiled or rounds are measured."""
-    logger.warning(
+    warn_once(
         "kernels are compiled and rounds measured for this model, device and batch size; it takes some seconds, once"
     )

@@ -16,7 +16,7 @@ from longspec.cli.prompts import Prompt
 from longspec.data.aligners import as_turns
 from longspec.data.templates import check_embedded
 from longspec.errors import UserError
-from longspec.inference.answering import whole_answers
+from longspec.inference.answering import answer_all, whole_answers
 from longspec.inference.device import device_name
 from longspec.inference.request import row_seed
 from longspec.inference.stats import GenerationStats, pool
@@ -188,8 +188,13 @@ def _answer_missing(run: PromptRun, results: Results | StdoutLines, job: Resumab
 
         prompts, seeds = [run.token_ids[number] for number in own], [row_seed(run.seed, number) for number in own]
         listener = whole_answers(finish, job.is_stopped)
-        window = SORTED_BATCHES * run.batch_size
-        stats = run.pair.answer_all(prompts, run.sampling, seeds, run.batch_size, listener, window)
+        stats = answer_all(
+            **run.pair.decoding(),
+            requests=run.pair.requests(prompts, run.sampling, seeds),
+            max_rows=run.batch_size,
+            listener=listener,
+            window=SORTED_BATCHES * run.batch_size,
+        )
 
     missing = [number for number in run.token_ids if number not in results.done]
     job.run(missing, lambda number: len(run.token_ids[number]) + run.sampling.max_new_tokens, work, len(results.done))

@@ -55,7 +55,7 @@ def bench(
     picture = options.png or (Path("bench.png") if has_matplotlib else None)
     check_folder(picture, "--png", [options.prompts])
     source = source.named(pair)
-    sampling = SamplingOptions(options.max_new_tokens, options.temperature, token_options=token_options)
+    sampling = SamplingOptions(options.temperature, max_new_tokens=options.max_new_tokens, token_options=token_options)
     if options.prompts is not None and not Path(options.prompts).is_file():
         raise UserError(f"--prompts {options.prompts}: no such file")
     asked = read_prompts(DEFAULT_PROMPTS if options.prompts is None else [options.prompts])

@@ -49,7 +49,9 @@ def chat(
             from longspec.cli.session import Session
             from longspec.inference.process_group import only_rank_zero
 
-            sampling = SamplingOptions(options.max_new_tokens, **vars(shape), token_options=token_options)
+            sampling = SamplingOptions(
+                **vars(shape), max_new_tokens=options.max_new_tokens, token_options=token_options
+            )
             arguments = drafting.arguments()
             system = None if options.system is None else decoded(os.fsencode(options.system), "--system")
             stack.enter_context(only_rank_zero(method.tp_size, source.device))

@@ -78,7 +78,9 @@ def generate(
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
             check_folder(options.json_file, "--json", [*(prompts or []), output])
-            sampling = SamplingOptions(options.max_new_tokens, **vars(shape), token_options=token_options)
+            sampling = SamplingOptions(
+                **vars(shape), max_new_tokens=options.max_new_tokens, token_options=token_options
+            )
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")
             asked = read_prompts(prompts or [])

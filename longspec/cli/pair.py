@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +9,11 @@ from typing import Any
 
 import transformers
 
-from longspec.cli.options import PairOptions
+from longspec.cli.options import PairOptions, ShapeOptions
 from longspec.data.aligners import Turn
 from longspec.data.target_format import AUTO, resolve_chat_format, stop_tokens
 from longspec.data.templates import conversation_text, encode_texts
 from longspec.errors import UserError
-from longspec.inference.answering import Conversation, Listener, answer_all
 from longspec.inference.arguments import check_sampling, checked_drafting, chosen_attention, end_tokens
 from longspec.inference.engine.requests import Request
 from longspec.inference.generate import GenerationOutput, generate, make_requests
@@ -24,25 +22,19 @@ from longspec.inference.methods import AUTO as AUTO_METHOD
 from longspec.inference.methods import GLIDE_METHODS, Drafting
 from longspec.inference.options import FILE_OPTIONS, WITHOUT_FILE, report_ignored
 from longspec.inference.request import ALWAYS, FILTER_OPTIONS
-from longspec.inference.stats import GenerationStats
 from longspec.inference.token_options import token_settings, with_word_ids
 from longspec.models.glide import GlideMixin
 from longspec.models.packaged_targets import SMOLLM2
 from longspec.models.target_files import position_limit
+from longspec.signals import is_first_rank
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`."""
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(ShapeOptions):
+    """The sampling options of an answer. Meanings and ranges are those of `longspec.generate`; what is None has the
+    value of the target's generation config."""
 
     max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float | None = None
-    """None of this and the next two: the value of the target's generation config."""
-    typical_p: float | None = None
-    epsilon_cutoff: float | None = None
     token_options: Mapping[str, Any] = field(default_factory=dict)
     """Entries of `token_options.COMMAND_OPTIONS`; others have the values of the target's generation config."""
 
@@ -105,33 +97,17 @@ class LoadedPair:
         penalties = with_word_ids(given.pop("token_options"), self.tokenizer)
         return ignored | given | penalties
 
-    def answer_all(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingOptions,
-        seeds: Sequence[int],
-        max_rows: int,
-        listener: Listener,
-        window: int,
-    ) -> GenerationStats:
-        """Call `inference.answering.answer_all` on token ids. seeds: one per prompt."""
-        requests, (drafting, attention) = self.requests(prompts, sampling, seeds), self._decoding()
-        return answer_all(self.model, drafting, requests, max_rows, listener, attention, window=window)
-
-    def conversation(self) -> Conversation:
-        """What answers `requests` one after another. Raises UserError."""
-        return Conversation(self.model, *self._decoding())
-
     def requests(self, prompts: Sequence[list[int]], sampling: SamplingOptions, seeds: Sequence[int]) -> list[Request]:
         """A request for each prompt, token ids, with a seed of its own. Raises UserError."""
         options = self._arguments(sampling)
         shape = (options.pop(name) for name in ("max_new_tokens", "temperature", "top_p", "top_k"))
         return make_requests(self.model, prompts, seeds, options, self.stop_ids, *shape)
 
-    def _decoding(self) -> tuple[Drafting, str]:
-        """Checked settings of the method, and the attention."""
+    def decoding(self) -> dict[str, Any]:
+        """The arguments `model`, `drafting` and `attention` of `inference.answering`. Raises UserError."""
         drafting = checked_drafting(self.model, Drafting(self.method, **self.drafting), False)
-        return drafting, chosen_attention("auto", self.deterministic)
+        attention = chosen_attention("auto", self.deterministic)
+        return {"model": self.model, "drafting": drafting, "attention": attention}
 
 
 def open_pair(
@@ -170,5 +146,5 @@ def open_pair(
 
 
 def _note(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # once per launch
+    if is_first_rank():  # once per launch
         print(line, file=sys.stderr, flush=True)

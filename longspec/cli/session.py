@@ -17,6 +17,7 @@ from longspec.cli.prompts import decoded
 from longspec.cli.stream import LEGEND, AnswerStream, describe
 from longspec.data.aligners import Turn
 from longspec.errors import UserError, os_errors
+from longspec.inference.answering import Conversation
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
 from longspec.signals import handled
@@ -49,7 +50,7 @@ class Session:
 
     def __post_init__(self) -> None:
         """Raises UserError for a method that does not fit the pair."""
-        self.conversation = self.pair.conversation()
+        self.conversation = Conversation(**self.pair.decoding())
         self.reset()
 
     def reset(self) -> None:

@@ -95,7 +95,7 @@ def known_ranks(options: LaunchOptions) -> int | None:
 def plan(config: "TrainConfig", ranks: int | None) -> str:
     """What a run reads and how long it takes, as far as is known without counting tokens. ranks: None if unknown."""
     from longspec.data.lines import data_files, text_lines
-    from longspec.train.resume import steps_over
+    from longspec.train.resume import rows_per_step, steps_over
 
     data, files = config.data, data_files(config.data.files)
     size, records = sum(map(os.path.getsize, files)), 0
@@ -105,7 +105,7 @@ def plan(config: "TrainConfig", ranks: int | None) -> str:
         lines[0] += f", records: {records:,}"
     steps = config.max_steps
     if ranks is not None:
-        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * max(1, ranks // config.tp_size)
+        rows = rows_per_step(config, max(1, ranks // config.tp_size))
         lines.append(f"step: {rows:,} rows of up to {data.max_length:,} tokens, {rows * data.max_length:,} in all")
         # Packed and split rows depend on the number of tokens.
         if records and not data.pack and data.overflow == "truncate":

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from longspec.cli.train import CONFIGS, ROOT, TRAINER
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
-from longspec.models.draft_layer import GLIDE
+from longspec.models.draft_layer import GLIDE, OPTION_KEYS
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.induction import chosen_layer
 from longspec.pipeline.probes import adopted
@@ -22,7 +22,7 @@ from longspec.pipeline.processes import METRICS, hydra_overrides, launch, launch
 from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
 from longspec.train.config import compose_config, typed_with_auto
 from longspec.train.config_checks import check
-from longspec.train.config_schema import DRAFT_DEFAULTS
+from longspec.train.config_schema import MODEL_DEFAULTS
 from longspec.train.inputs import check_fit
 
 CHECKPOINT, FACTS = "checkpoint-last", "settings.json"
@@ -107,7 +107,8 @@ def _architecture(training: TrainingSettings) -> dict[str, Any]:
     if training.architecture == GLIDE:
         return {}
     named = {"architecture": training.architecture, "architecture_options": training.architecture_options}
-    return {f"model.{name}": value for name, value in (DRAFT_DEFAULTS | named).items()}
+    options = {name: MODEL_DEFAULTS[name] for name in OPTION_KEYS}
+    return {f"model.{name}": value for name, value in (options | named).items()}
 
 
 def run_folder(root: Path, seed: int) -> Path:

@@ -26,10 +26,8 @@ T = TypeVar("T")
 
 WAIT_S = 10
 """Seconds after which a rank that waits for the others logs a warning."""
-
-
-# Port 0 stands for any free port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""The environment of a run without a launcher. Port 0 stands for any free port."""
 
 
 def launched_ranks() -> tuple[int, int]:
@@ -43,12 +41,6 @@ def launched_ranks() -> tuple[int, int]:
             "start the run with `deepspeed` or `torchrun`, or unset them for a run on one device"
         )
     return int(rank), int(world_size)
-
-
-def complete_environment() -> None:
-    """Set the variables that a run without a launcher lacks, for libraries that read them."""
-    for name, value in ALONE.items():
-        os.environ.setdefault(name, value)
 
 
 @contextmanager
@@ -106,6 +98,15 @@ def agreed_outcome(outcome: Any) -> Any:
     return message[0]
 
 
+def fail_together(problem: str) -> None:
+    """End all ranks with an error, which is printed once. All ranks call it."""
+
+    def fail() -> None:
+        raise UserError(problem)
+
+    from_rank_zero(fail)
+
+
 def from_every_rank(value: T) -> list[T]:
     """The `value` of each rank, in order of rank. It is sent pickled."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -124,15 +125,12 @@ def check_shared(folder: Path, label: str = "") -> None:
     views = from_every_rank((mark.exists(), socket.gethostname()))
     others = [f"{rank} (on {host})" for rank, (sees_mark, host) in enumerate(views) if not sees_mark]
 
-    def check() -> None:
-        mark.rmdir()
-        if others:
-            raise UserError(
-                f"{label}{folder} is not one folder: rank {', '.join(others)} does not see what rank 0 writes there; "
-                "give a path on a disk that all hosts share"
-            )
-
-    from_rank_zero(check)
+    from_rank_zero(mark.rmdir)
+    if others:
+        fail_together(
+            f"{label}{folder} is not one folder: rank {', '.join(others)} does not see what rank 0 writes there; "
+            "give a path on a disk that all hosts share"
+        )
 
 
 def attempt(build: Callable[[], T]) -> tuple[list[T], str | None]:

@@ -20,22 +20,18 @@ class Launcher:
         process = psutil.Process()
         ancestry = [process, *process.parents()]
         index = next((index for index, ancestor in enumerate(ancestry) if LAUNCH in _command(ancestor)), None)
-        self._watched: list[psutil.Process] = []
-        """Child, parent, grandparent, … of which each must keep its parent."""
         self._was_gone = index is None and STARTED in os.environ
-        if index is None:
+        self._watched = [] if index is None else ancestry[: index + 1]
+        """Child, parent, grandparent, … of which each must keep its parent."""
+        if index is None or any(part.startswith("--node_rank") for part in _command(ancestry[index])):
             return
-        self._watched = ancestry[: index + 1]
-        launch = ancestry[index]
-        if any(part.startswith("--node_rank") for part in _command(launch)):
-            return
-        parent = ancestry[index + 1] if index + 1 < len(ancestry) else None
-        if parent is None or _session(parent) != _session(launch):
+        launch, *parents = ancestry[index:]
+        if not parents or _session(parents[0]) != _session(launch):
             # `launch.py` has been adopted, so the command has ended.
             self._was_gone = True
-        elif "python" in os.path.basename(next(iter(_command(parent)), "")):
+        elif "python" in os.path.basename(next(iter(_command(parents[0])), "")):
             # Other parents are shells, which may end before their jobs.
-            self._watched.append(parent)
+            self._watched.append(parents[0])
 
     def is_gone(self) -> bool:
         """Whether one of the processes has ended. The operating system gives its children another parent."""

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from longspec.errors import UserError
 from longspec.ranks.agreement import (
     agreed_outcome,
     attempt,
     check_shared,
     connecting,
+    fail_together,
     from_every_rank,
     launched_ranks,
     outcome_of,
@@ -70,13 +70,10 @@ class Replicas:
             return build()
         built, problem = attempt(build)
         problems = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text is not None]
-
-        def check() -> None:
-            if problems:
-                rank, text = problems[0]
-                raise UserError(f"rank {rank}: {text}" if rank else text)
-
-        self.from_rank_zero(check)
+        if problems:
+            rank, text = problems[0]
+            with self._connected():
+                fail_together(f"rank {rank}: {text}" if rank else text)
         return built[0]
 
     def rank_zero_first(self, build: Callable[[], T]) -> T:
@@ -155,7 +152,7 @@ class Replicas:
 
 
 @contextmanager
-def joined_replicas(tp_size: int = 1) -> Iterator[Replicas]:
+def joined_replicas(tp_size: int) -> Iterator[Replicas]:
     """The replicas of this process's launch, connected until the context ends.
 
     tp_size: number of ranks that share a target (see `inference.process_group`); several are a single replica. Raises

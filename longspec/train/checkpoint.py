@@ -21,8 +21,8 @@ from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.models.target_sample import TargetSample, read_sample
 from longspec.ranks.agreement import from_rank_zero
-from longspec.train.config import CONFIG_NAME, absolute_paths, is_checkpoint, read_config_file, to_yaml
-from longspec.train.config_schema import TrainConfig
+from longspec.train.config import absolute_paths, read_config_file, to_yaml
+from longspec.train.config_schema import CONFIG_NAME, TrainConfig
 from longspec.train.generations import BEST, DRAFTS, STATES, complete_saves, marker_of
 from longspec.train.markers import Marker, Run, damage, write_marker
 from longspec.train.shards import MASTERS, Shards
@@ -203,11 +203,11 @@ def locate(config: TrainConfig) -> TrainConfig:
     folder or an unreadable configuration.
     """
     draft = config.draft_model_name_or_path
-    if is_checkpoint(config):
-        folder = Path(config.model_name_or_path)
+    if (saved_config := config.saved_config) is not None:
+        folder = saved_config.parent
         if problem := damage(folder):
             raise UserError(f"{problem}; give {DRAFTS[1]} or {DRAFTS[2]} of a run")
-        target = read_config_file(folder / CONFIG_NAME).model_name_or_path
+        target = read_config_file(saved_config).model_name_or_path
         return replace(
             config, model_name_or_path=target, draft_model_name_or_path=draft or str(folder / DRAFT_WEIGHTS_NAME)
         )

@@ -11,7 +11,7 @@ from longspec.errors import UserError
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import backend_of
 from longspec.models.parallel import log_sum_exp_over_ranks, max_over_ranks, sum_over_ranks
-from longspec.train.losses import OwnLoss, own_loss
+from longspec.train.losses import LOSSES, TokenLoss
 
 TERMS = ("loss", "ce", "kl", "target_loss")
 """Names of the summed terms, in their order in a tensor of sums."""
@@ -51,7 +51,6 @@ class ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         teacher_weight: Tensor,
         loss: str,
-        share: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         """hidden, teacher [N, hidden]; labels [N]; weights [V, hidden] -> (sum of the loss, sums of TERMS [4]).
@@ -65,7 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
         sums = zero_sums(hidden)
         for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, teacher_weight, chunk):
             # Chunk by chunk, because logits of 16k tokens and 128k entries take 4 GiB in bf16.
-            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
+            logits_gradient = chunk_terms(logits, teacher_logits, labels[span], sums, loss)
             logits_gradient = logits_gradient.to(hidden.dtype)
             torch.mm(logits_gradient, weight, out=gradient[span])
             if head_gradient is not None:
@@ -82,7 +81,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradient, head_gradient = ctx.saved_tensors
         own = None if head_gradient is None else head_gradient * upstream
-        return gradient * upstream, None, None, own, None, None, None, None
+        return gradient * upstream, None, None, own, None, None, None
 
 
 def score_chunks(
@@ -92,14 +91,13 @@ def score_chunks(
     weight: Tensor,
     teacher_weight: Tensor,
     loss: str,
-    share: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Whether each label is ranked first, bool [N], and the sums of TERMS [4]. Arguments as of ChunkedLoss."""
     sums, correct = zero_sums(hidden), torch.empty_like(labels, dtype=torch.bool)
     for span, logits, teacher_logits in logit_chunks(hidden, teacher, weight, teacher_weight, chunk):
         correct[span] = ranked_first(logits, labels[span])
-        chunk_terms(logits, teacher_logits, labels[span], share, sums, loss)
+        chunk_terms(logits, teacher_logits, labels[span], sums, loss)
     return correct, sum_over_ranks(sums)
 
 
@@ -112,12 +110,10 @@ def ranked_first(logits: Tensor, labels: Tensor) -> Tensor:
     return sum_over_ranks((on_this_rank & (label_logits == largest)).int()) > 0
 
 
-def chunk_terms(
-    logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float, sums: Tensor, loss_name: str = ""
-) -> Tensor:
+def chunk_terms(logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, sums: Tensor, loss_name: str) -> Tensor:
     """Add this rank's part of a chunk's TERMS to `sums` in place, and return the loss's gradient by `logits` [N, V].
 
-    With the draft's distribution q, the target's p and the label y:
+    With the draft's distribution q, the target's p, the label y and share = `teacher_share`:
 
         loss = (1 - share) · -log q(y) + share · KL(p ‖ q)
         d loss / d logits = q - (1 - share) · onehot(y) - share · p
@@ -127,10 +123,10 @@ def chunk_terms(
 
     Overwrites `logits`.
     """
-    own = own_loss(loss_name)
-    if own is not None or loss_name == "acceptance":
-        if own is not None:
-            loss, terms, gradient = _own_terms(own, logits, teacher_logits, labels, share)
+    share, per_token = LOSSES[loss_name].teacher_share, LOSSES[loss_name].per_token
+    if per_token is not None or loss_name == "acceptance":
+        if per_token is not None:
+            loss, terms, gradient = _own_terms(per_token, logits, teacher_logits, labels, share)
         else:
             assert teacher_logits is not None
             loss, terms, gradient = _acceptance_terms(logits, teacher_logits, labels)
@@ -150,17 +146,17 @@ def _norm(logits: Tensor) -> Tensor:
 
 
 def _own_terms(
-    own: OwnLoss, logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float
+    per_token: TokenLoss, logits: Tensor, teacher_logits: Tensor | None, labels: Tensor, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A registered loss per token [N], its `terms_and_gradient`, and the gradient by autograd."""
     norm, teacher_norm = _norm(logits), None if teacher_logits is None else _norm(teacher_logits)
     overwritten = logits.to(norm.dtype, copy=True)
     terms = Backend.terms_and_gradient(overwritten, teacher_logits, labels, share, norm, teacher_norm)
-    shown = teacher_logits.to(terms.dtype) if own.reads_target and teacher_logits is not None else None
+    shown = teacher_logits.to(terms.dtype) if share and teacher_logits is not None else None
     labels = labels.masked_fill((labels < 0) | (labels >= logits.shape[1]), IGNORED)
     with torch.enable_grad():
         variable = logits.to(terms.dtype).detach().requires_grad_()
-        loss = own.per_token(variable, shown, labels)
+        loss = per_token(variable, shown, labels)
         if loss.shape != labels.shape:
             raise UserError(
                 f"config key loss: the registered loss returned {list(loss.shape)} for {len(labels)} tokens; it must "

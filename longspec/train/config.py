@@ -17,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from longspec.errors import UserError
-from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.families import pair_class
 from longspec.train.arguments import launch_parser
 from longspec.train.config_checks import check
@@ -44,7 +43,7 @@ def load_config(argv: Sequence[str], ranks: int | None = None) -> TrainConfig | 
     config = typed_with_auto(composed, ranks)
     # Only what the user typed counts; the experiment file names a draft, too.
     overridden = {override.lstrip("+").partition("=")[0] for override in args.overrides}
-    if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and is_checkpoint(config):
+    if "model_name_or_path" in overridden and "draft_model_name_or_path" not in overridden and config.saved_config:
         # The checkpoint's own draft takes precedence over the draft that the experiment names.
         config.draft_model_name_or_path = None
     check(config)
@@ -161,11 +160,6 @@ def read_config_file(file: Path) -> TrainConfig:
     return config
 
 
-def is_checkpoint(config: TrainConfig) -> bool:
-    """Whether `model_name_or_path` is a checkpoint folder of a training run instead of a target."""
-    return (Path(config.model_name_or_path) / CONFIG_NAME).is_file()
-
-
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """`config` with absolute local paths, so that the saved configuration is valid in any working directory."""
 
@@ -184,7 +178,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def to_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML, in the schema's order."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return OmegaConf.to_yaml(asdict(config))
 
 
 ELEMENT = re.compile(r"""\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?:,|$)""")

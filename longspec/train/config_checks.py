@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,22 +12,22 @@ from pydantic import ValidationError
 from longspec.data.lines import data_files
 from longspec.data.target_format import CHAT_FORMAT_CHOICES
 from longspec.data.templates import check_templates
-from longspec.errors import UserError, os_errors
+from longspec.errors import UserError
 from longspec.kernels.training.varlen_flash import resolve_attention
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
-from longspec.train.losses import loss_names, own_loss
+from longspec.train.losses import LOSSES
 from longspec.train.recipe import MUON_FROM, muon_fits
 
 
 def check(config: TrainConfig) -> None:
     """Check what the schema cannot tell, and that the data files exist. Raises UserError with the key's name."""
-    _check_choice("loss", config.loss, loss_names())
+    _check_choice("loss", config.loss, tuple(LOSSES))
     _check_choice("data.chat_format", config.data.chat_format, CHAT_FORMAT_CHOICES)
     check_templates(config.data.templates, "config key data.templates")
     resolve_attention(config.model.attn_implementation)
     _check_zero(config.deepspeed.zero_optimization)
-    has_all_logits = config.tp_size == 1 or own_loss(config.loss) is None
+    has_all_logits = config.tp_size == 1 or LOSSES[config.loss].per_token is None
     _require(has_all_logits, "tp_size: must be 1 with a registered loss, which needs all logits")
     _require(not (config.resume and config.overwrite_output_dir), "overwrite_output_dir: must be false with resume")
     _require(config.output_dir.strip() != "", "output_dir: must name a folder")
@@ -76,10 +75,3 @@ def _require(condition: bool, problem: str) -> None:
 def _real_files(files: list[str] | None) -> set[str]:
     """The paths of all data files, without links: a link to a training file must not pass as held-out data."""
     return {os.path.realpath(file) for file in data_files(files)} if files is not None else set()
-
-
-def make_output_dir(config: TrainConfig) -> None:
-    """Create the output folder if it is missing. Raises UserError if that fails."""
-    output = Path(config.output_dir)
-    with os_errors(f"config key output_dir: {output} cannot be created"):
-        output.mkdir(parents=True, exist_ok=True)

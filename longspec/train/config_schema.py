@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, with_config
@@ -9,9 +10,10 @@ from pydantic_core import PydanticCustomError
 
 from longspec.errors import UserError
 from longspec.models.draft import Options
+from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.draft_files import options_of
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
-from longspec.train.positions import BLOCK_LAGS
+from longspec.train.positions import BLOCK_LAGS, Variant
 
 LARGEST = 2**64
 """Integers are less: torch takes no larger seed."""
@@ -67,7 +69,7 @@ class ModelConfig:
     def draft_options(self) -> Options:
         """The options of the draft's architecture. Raises UserError for values that no draft can have."""
         for name in OPTION_KEYS if self.architecture != GLIDE else ("architecture_options",):
-            if getattr(self, name) != DRAFT_DEFAULTS[name]:
+            if getattr(self, name) != MODEL_DEFAULTS[name]:
                 raise UserError(f"config key model.{name}: not for the architecture {self.architecture}; omit it")
         options, prefix = self.architecture_options, "config key model.architecture_options."
         if self.architecture == GLIDE:
@@ -81,11 +83,12 @@ class ModelConfig:
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
 
-DRAFT_DEFAULTS: dict[str, Any] = {
+MODEL_DEFAULTS: dict[str, Any] = {
     key.name: key.default if key.default_factory is MISSING else key.default_factory()
     for key in fields(ModelConfig)
-    if key.name in (*OPTION_KEYS, "architecture_options")
+    if not key.default is key.default_factory is MISSING
 }
+"""Values that leave an option to the draft that training starts from."""
 
 
 @dataclass(kw_only=True)
@@ -119,7 +122,7 @@ class DeepSpeedConfig:
 class VariantConfig:
     """The training variant (see `longspec.train.positions`)."""
 
-    name: Literal["base", "sinkpi-slicing"]
+    name: Variant
     max_offset: Count
     """Largest offset of anchor-offset positions."""
     depth: Count
@@ -180,3 +183,10 @@ class TrainConfig:
     max_steps: Positive | None
     save_steps: Positive
     tp_size: Positive
+
+    @property
+    def saved_config(self) -> Path | None:
+        """The configuration in `model_name_or_path` if that is a checkpoint folder of a training run; None for a
+        target."""
+        file = Path(self.model_name_or_path) / CONFIG_NAME
+        return file if file.is_file() else None

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as groups
 from torch import Tensor, nn
 
-from longspec.errors import UserError
 from longspec.models.parallel import share_target, sum_over_ranks
-from longspec.ranks.agreement import complete_environment, connecting, from_rank_zero, launched_ranks
+from longspec.ranks.agreement import ALONE, connecting, fail_together, from_rank_zero, launched_ranks
 from longspec.signals import STOP_SIGNALS
 
 T = TypeVar("T")
@@ -22,7 +21,9 @@ T = TypeVar("T")
 def start_ranks() -> None:
     """Join the process group: NCCL on GPUs, gloo on the CPU; one rank without a launcher. Raises UserError."""
     launched_ranks()  # checks the environment
-    complete_environment()
+    # Libraries read these variables, too.
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
     # Only inference uses DeepSpeed's CPU all-reduce, and compiling it takes half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # The accelerator is the CPU if DS_ACCELERATOR=cpu, even on a host with GPUs.
@@ -80,12 +81,8 @@ def keep_drafts_equal(draft: nn.Module) -> None:
 
 def share_targets(tp_size: int) -> None:
     """Form groups of `tp_size` neighboring ranks, which share target and batch. Ends all ranks if some are left."""
-
-    def check() -> None:
-        if (ranks := dist.get_world_size()) % tp_size:
-            raise UserError(f"config key tp_size: {ranks} ranks cannot form groups of {tp_size}")
-
-    from_rank_zero(check)
+    if (ranks := dist.get_world_size()) % tp_size:
+        fail_together(f"config key tp_size: {ranks} ranks cannot form groups of {tp_size}")
     # Neighbors are on one host, where the links between GPUs are fastest.
     if tp_size > 1:
         groups.initialize_model_parallel(tp_size)

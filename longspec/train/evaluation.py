@@ -19,7 +19,7 @@ from longspec.ranks.agreement import Termination
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import data_parallel_rank_and_size, summed_by_name
 from longspec.train.inputs import Inputs
-from longspec.train.loss import DraftLoss, DraftScores
+from longspec.train.loss import DraftLoss
 from longspec.train.micro_batches import batch_positions, engine_inputs
 from longspec.train.positions import micro_step_generator
 
@@ -121,11 +121,10 @@ class Evaluation:
         segments = len(batch["cu_seqlens"]) - 1
         # One pass of the target serves all lags.
         lags = torch.arange(1, self.config.variant.largest_lag + 1)[:, None].expand(-1, segments)
-        results = self.engine(**engine_inputs(batch, positions, lags, DraftScores(self.loss), self.engine.device))
-        terms_by_lag = [terms for terms, _ in results]
-        hits = torch.stack([lag_hits for _, lag_hits in results])
+        results = self.engine(**engine_inputs(batch, positions, lags, self.loss.scores, self.engine.device))
+        terms_by_lag, hits = zip(*results, strict=True)
 
-        correct = correct_depths(hits, batch["labels"])
+        correct = correct_depths(torch.stack(hits), batch["labels"])
         sums = {name: torch.stack([terms[name] for terms in terms_by_lag]).mean() for name in terms_by_lag[0]}
         sums |= {f"top1_lag_{lag}": lag_hits.sum() for lag, lag_hits in enumerate(hits, 1)}
         tokens, chains = (batch["labels"] != IGNORED).sum(), torch.tensor(len(correct))

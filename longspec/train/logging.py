@@ -55,11 +55,9 @@ class RunLog:
         folder = Path(config.output_dir)
         self.path = folder / METRICS_NAME
         with os_errors(f"{self.path}: cannot be written", "free space or repair the folder"):
-            folder.mkdir(parents=True, exist_ok=True)
             self.last_metrics = _cut(self.path, start_step)
         self.wandb = _start_wandb(folder, config)
         self.bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=None)
-        self.total_steps = total_steps
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log one optimizer step. `metrics` holds `step` and plain numbers.
@@ -80,7 +78,7 @@ class RunLog:
         values = " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "step")
         # Lines would otherwise break the progress bar.
         with logging_redirect_tqdm():
-            logger.info("step %d/%d %s", metrics["step"], self.total_steps, values)
+            logger.info("step %d/%d %s", metrics["step"], self.bar.total, values)
         self.bar.update(metrics["step"] - self.bar.n)
 
     def close(self) -> None:

@@ -17,16 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspec.data.collators import IGNORED
-from longspec.errors import UserError
 from longspec.kernels.shared.device import upload
 from longspec.kernels.torch.vocabulary import OUTSIDE
-from longspec.models.parallel import first_token, sum_over_ranks, vocabulary_size
-from longspec.ranks.agreement import from_every_rank, from_rank_zero
-from longspec.train.chunked_loss import TERMS, ChunkedLoss, chunk_terms, logit_chunks, score_chunks, zero_sums
-from longspec.train.losses import own_loss
+from longspec.models.parallel import first_token, vocabulary_size
+from longspec.ranks.agreement import fail_together, from_every_rank
+from longspec.train.chunked_loss import TERMS, ChunkedLoss, score_chunks
+from longspec.train.losses import LOSSES
 
-TEACHER_SHARE = {"ce": 0.0, "distill": 1.0, "mixed": 0.5, "acceptance": 1.0}
-"""Weight of the target's distribution in each loss. The label has the remaining weight."""
 CHUNK_LOGITS = 2**27
 """Logits of the draft per chunk, counted over all ranks that share a target: 1024 tokens of a 128k vocabulary or 8192
 of a 16k one, 0.25 GiB in bf16."""
@@ -52,7 +49,7 @@ class DraftLoss:
     """
 
     loss: str
-    """One of `loss_names()`."""
+    """A name in `LOSSES`."""
     log_target_loss: bool = False
     """Whether metrics include the target's own cross-entropy."""
     chunk_logits: int = CHUNK_LOGITS
@@ -61,15 +58,9 @@ class DraftLoss:
     """The draft's vocabulary list, LongTensor [Vd], ascending; None for the whole vocabulary."""
 
     @property
-    def teacher_share(self) -> float:
-        """Weight of the target's distribution, in 0 … 1."""
-        own = own_loss(self.loss)
-        return TEACHER_SHARE[self.loss] if own is None else float(own.reads_target)
-
-    @property
     def reads_target(self) -> bool:
         """Whether the target's hidden states are needed. Otherwise they may be None."""
-        return self.teacher_share > 0 or self.log_target_loss
+        return LOSSES[self.loss].teacher_share > 0 or self.log_target_loss
 
     def __call__(
         self,
@@ -78,19 +69,10 @@ class DraftLoss:
         labels: Tensor,
         lm_head: nn.Module,
         head: nn.Module | None = None,
+        *,
+        compute: Callable[..., tuple[Tensor, Tensor]] = ChunkedLoss.apply,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.in_chunks(ChunkedLoss.apply, hidden, target_hidden, labels, lm_head, head)
-
-    def in_chunks(
-        self,
-        compute: Callable[..., tuple[Tensor, Tensor]],
-        hidden: Tensor,
-        target_hidden: Tensor | None,
-        labels: Tensor,
-        lm_head: nn.Module,
-        head: nn.Module | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The first result of `compute`, which is `ChunkedLoss.apply` or `score_chunks`, and the metrics."""
+        """head: the draft's own. compute: its first result is returned; `scores` passes `score_chunks`."""
         student, teacher, targets = self._select_scored(hidden, target_hidden, labels)
         size = vocabulary_size(lm_head) if self.vocabulary is None else len(self.vocabulary)
         # The same number of tokens on all ranks.
@@ -98,10 +80,26 @@ class DraftLoss:
         with gathered_weight(lm_head) as weight:
             rows, row_labels = self._draft_head(lm_head, weight, targets)
             own: Any = rows if head is None else head.weight
-            result, sums = compute(student, teacher, row_labels, own, rows, self.loss, self.teacher_share, chunk)
+            result, sums = compute(student, teacher, row_labels, own, rows, self.loss, chunk)
             self._restore_target_loss(sums, teacher, targets, lm_head, weight)
-        reported = (True, self.teacher_share < 1, self.teacher_share > 0, self.log_target_loss)
+        share = LOSSES[self.loss].teacher_share
+        reported = (True, share < 1, share > 0, self.log_target_loss)
         return result, {name: value for name, value, shown in zip(TERMS, sums, reported, strict=True) if shown}
+
+    @torch.no_grad()
+    def scores(
+        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, *heads: Any
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The objective of an evaluation: the metrics without gradients, and bool [B, T]: whether the draft ranks the
+        label at [b, t] first.
+
+        The flags are False for labels that do not count. They are on the same device as `labels`.
+        """
+        correct, metrics = self(hidden, target_hidden, labels, *heads, compute=score_chunks)
+        # The first column has no hidden state before it.
+        scored = labels != IGNORED
+        scored[:, 0] = False
+        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
 
     def _select_scored(
         self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor
@@ -145,33 +143,9 @@ class DraftLoss:
         if self.vocabulary is None or not self.log_target_loss:
             return
         assert teacher is not None
-        whole = zero_sums(teacher)
         chunk = max(1, self.chunk_logits // vocabulary_size(lm_head))
-        for span, logits, _ in logit_chunks(teacher, None, weight, weight, chunk):
-            chunk_terms(logits, None, targets[span] - first_token(lm_head), 0.0, whole)
-        sums[TERMS.index("target_loss")] = sum_over_ranks(whole)[TERMS.index("ce")]
-
-
-@dataclass(frozen=True)
-class DraftScores:
-    """The objective of an evaluation: the metrics of a loss without gradients, and bool [B, T]: whether the draft ranks
-    the label at [b, t] first.
-
-    The flags are False for labels that do not count. They are on the same device as `labels`.
-    """
-
-    loss: DraftLoss
-
-    @torch.no_grad()
-    def __call__(
-        self, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, *heads: Any
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The arguments of `DraftLoss`."""
-        correct, metrics = self.loss.in_chunks(score_chunks, hidden, target_hidden, labels, *heads)
-        # The first column has no hidden state before it.
-        scored = labels != IGNORED
-        scored[:, 0] = False
-        return metrics, scored.masked_scatter(scored, correct.to(scored.device))
+        _, whole = score_chunks(teacher, None, targets - first_token(lm_head), weight, weight, "ce", chunk)
+        sums[TERMS.index("target_loss")] = whole[TERMS.index("ce")]
 
 
 @contextmanager
@@ -197,13 +171,9 @@ def stop_at_broken_loss(
     """
     own = [(ids, math.isfinite(micro_loss)) for ids, micro_loss in zip(samples, losses, strict=True)]
     reports = list(chain.from_iterable(from_every_rank(own)))
-
-    def stop() -> None:
-        broken = [ids for ids, is_finite in reports if not is_finite] or [ids for ids, _ in reports]
-        names = ", ".join(dict.fromkeys(chain.from_iterable(broken)))
-        raise UserError(
-            f"step {step}: the loss is {loss} and the gradient norm {norm}; training stops without saving this step. "
-            f"Samples: {names}"
-        )
-
-    from_rank_zero(stop)
+    broken = [ids for ids, is_finite in reports if not is_finite] or [ids for ids, _ in reports]
+    names = ", ".join(dict.fromkeys(chain.from_iterable(broken)))
+    fail_together(
+        f"step {step}: the loss is {loss} and the gradient norm {norm}; training stops without saving this step. "
+        f"Samples: {names}"
+    )

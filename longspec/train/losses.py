@@ -1,4 +1,4 @@
-"""The names of the training losses, and the registration of further ones. This module loads no other library."""
+"""The training losses by name, and the registration of further ones. This module loads no other library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from longspec.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOSSES = ("ce", "distill", "mixed", "acceptance")
-
 TokenLoss = Callable[["Tensor", "Tensor | None", "Tensor"], "Tensor"]
 """(draft_logits, target_logits, labels) -> the loss of each token, [N], differentiable in draft_logits.
 
@@ -23,14 +21,17 @@ tokens as column numbers, -100 for a token that is not in the draft's list.
 
 
 @dataclass(frozen=True)
-class OwnLoss:
-    """A registered loss."""
+class Loss:
+    """A training loss."""
 
-    per_token: TokenLoss
-    reads_target: bool
+    teacher_share: float
+    """Weight of the target's distribution, in 0 … 1. The label has the remaining weight."""
+    per_token: TokenLoss | None = None
+    """The function of a registered loss; None for a built-in one."""
 
 
-_own: dict[str, OwnLoss] = {}
+LOSSES = {"ce": Loss(0.0), "distill": Loss(1.0), "mixed": Loss(0.5), "acceptance": Loss(1.0)}
+"""The built-in and the registered losses."""
 
 
 def register_loss(name: str, per_token: TokenLoss, *, reads_target: bool) -> None:
@@ -39,16 +40,6 @@ def register_loss(name: str, per_token: TokenLoss, *, reads_target: bool) -> Non
     per_token: see `TokenLoss`. It is called with the tokens in chunks, and torch differentiates it. reads_target:
     whether it gets the target's logits. Raises UserError for a name that exists.
     """
-    if name in loss_names():
+    if name in LOSSES:
         raise UserError(f"register_loss: there is a loss {name!r}; choose another name")
-    _own[name] = OwnLoss(per_token, reads_target)
-
-
-def loss_names() -> tuple[str, ...]:
-    """The built-in and the registered losses."""
-    return (*LOSSES, *_own)
-
-
-def own_loss(name: str) -> OwnLoss | None:
-    """The registered loss of this name; None for a built-in one."""
-    return _own.get(name)
+    LOSSES[name] = Loss(float(reads_target), per_token)

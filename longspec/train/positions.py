@@ -4,11 +4,13 @@ All random numbers come from a generator that is a function of (seed, micro-step
 the same numbers as an uninterrupted one.
 """
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
 
-VARIANTS = ("base", "sinkpi-slicing")
+Variant = Literal["base", "sinkpi-slicing"]
 SINKS = 4
 """Tokens at the start of a segment that keep positions 0 to 3 and serve as attention sinks."""
 BLOCK_LAGS = 4

@@ -5,6 +5,7 @@ drafts takes only a few times as long as training one. A candidate trains in a s
 schedule, noise and loss as in the trainer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,8 +65,9 @@ class Candidate:
         self.schedule = cosine_with_warmup(config.max_steps or 1, config.warmup_ratio)
 
         self.masters = [parameter.detach().float() for parameter in self.layer.parameters()]
-        matrices = [master for master in self.masters if master.dim() > 1 and config.optimizer == "muon"]
-        others = [master for master in self.masters if not any(master is matrix for matrix in matrices)]
+        least = 2 if config.optimizer == "muon" else math.inf  # dimensions of a weight that Muon trains
+        matrices = [master for master in self.masters if master.dim() >= least]
+        others = [master for master in self.masters if master.dim() < least]
         decay, scale = config.weight_decay, muon_scale(pair.config.hidden_size)
         adamw = torch.optim.AdamW(others, betas=tuple(config.adam_betas), weight_decay=decay)  # type: ignore[arg-type]
         self.optimizers: list[tuple[Any, float]] = [(adamw, 1.0)]

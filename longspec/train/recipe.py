@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -17,7 +16,7 @@ import torch
 from packaging.version import Version
 from transformers import PreTrainedConfig
 
-from longspec.models.draft_files import TRAINING_CONFIG_NAME, draft_of_pair
+from longspec.models.draft_files import draft_of_pair
 from longspec.models.draft_layer import GLIDE
 from longspec.models.families import family_class
 from longspec.models.target_cache import resolve_target
@@ -71,13 +70,11 @@ def set_auto_values(run: TrainConfig, keys: Sequence[str], ranks: int | None = N
     """Set the `keys` that are `auto`, in place. Reads the target's config.json. ranks: as of `load_config`."""
     if not keys:
         return
-    checkpoint = Path(run.model_name_or_path) / TRAINING_CONFIG_NAME
-    is_checkpoint = checkpoint.is_file()
-    name = str(read_yaml(checkpoint).get("model_name_or_path")) if is_checkpoint else run.model_name_or_path
-    folder = resolve_target(name)
+    saved = run.saved_config
+    folder = resolve_target(str(read_yaml(saved).get("model_name_or_path")) if saved else run.model_name_or_path)
     target = read_config(folder)
     # A run that starts from a draft takes the draft's architecture.
-    has_draft = run.draft_model_name_or_path is not None or is_checkpoint
+    has_draft = run.draft_model_name_or_path is not None or saved is not None
     fresh = not has_draft and draft_of_pair(folder) is None
     for key in keys:
         section, _, option = key.rpartition(".")

@@ -15,8 +15,8 @@ from longspec.models.content import target_digests
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_settings, list_size
 from longspec.models.draft_layer import GLIDE, check_window
 from longspec.models.target_files import read_config
-from longspec.train.config import CONFIG_NAME, read_config_file
-from longspec.train.config_schema import DRAFT_DEFAULTS, TrainConfig
+from longspec.train.config import read_config_file
+from longspec.train.config_schema import CONFIG_NAME, MODEL_DEFAULTS, TrainConfig
 from longspec.train.distributed import data_parallel_rank_and_size
 from longspec.train.generations import drafts, find_draft, find_latest, marker_of, states
 from longspec.train.markers import Contents, Run
@@ -32,8 +32,6 @@ RESUMED_KEYS = (
     "model.torch_dtype",
 )
 """Keys that must have the same values as in the run that is resumed. `with_draft_options` compares the draft's own."""
-DEFAULTS: dict[str, Any] = DRAFT_DEFAULTS | {"architecture": GLIDE, "draft_vocabulary": None}
-"""Values of the section `model` that leave an option to the draft that training starts from."""
 
 
 @dataclass(frozen=True)
@@ -111,20 +109,19 @@ def with_draft_options(config: TrainConfig, state: Path | None, draft: str | Non
     if state is None and "window" in model.architecture_options:
         # No weight depends on it.
         values["window"] = model.architecture_options["window"]
-    taken: dict[str, Any] = {"architecture": options.architecture, "draft_vocabulary": size}
-    taken |= values if options.architecture == GLIDE else {"architecture_options": values}
-    stated = {name: getattr(model, name) for name in taken if name != "architecture_options"}
-    saved = dict(taken)
-    if options.architecture != GLIDE:
-        stated |= {f"architecture_options.{name}": value for name, value in model.architecture_options.items()}
-        saved |= {f"architecture_options.{name}": value for name, value in values.items()}
-    for name, value in stated.items():
-        if value != saved.get(name) and (name not in DEFAULTS or value != DEFAULTS[name]):
+    is_glide = options.architecture == GLIDE
+    prefix, own = ("", vars(model)) if is_glide else ("architecture_options.", model.architecture_options)
+    shared: dict[str, Any] = {"architecture": options.architecture, "draft_vocabulary": size}
+    saved = shared | {prefix + name: value for name, value in values.items() if name in own}
+    stated = vars(model) | {prefix + name: value for name, value in own.items()}
+    for name, value in saved.items():
+        if stated[name] not in (value, MODEL_DEFAULTS.get(name, value)):
             raise UserError(
-                f"config key model.{name}: {value}, but the draft at {state or draft} has {saved.get(name)}; omit it"
+                f"config key model.{name}: {stated[name]}, but the draft at {state or draft} has {value}; omit it"
             )
     check_window(options.window, config.variant.largest_lag, "config key variant.depth")
-    return replace(config, model=replace(model, **taken))
+    options_taken: dict[str, Any] = values if is_glide else {"architecture_options": values}
+    return replace(config, model=replace(model, **shared, **options_taken))
 
 
 def check_same_run(config: TrainConfig, folder: Path, world_size: int, contents: Contents) -> None:

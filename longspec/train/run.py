@@ -20,7 +20,6 @@ from longspec.ranks.peers import watched
 from longspec.signals import exit_code
 from longspec.train.checkpoint import locate, saved_draft
 from longspec.train.config import load_config
-from longspec.train.config_checks import make_output_dir
 from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
@@ -60,14 +59,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(config: TrainConfig, termination: Termination) -> bool:
     """Run the whole training on this rank. Returns False if it was stopped before its last step."""
     share_targets(config.tp_size)
-    from_rank_zero(lambda: make_output_dir(config))
-    located = from_rank_zero(lambda: locate(config))
-    output = Path(located.output_dir)
+    output = Path(config.output_dir)
     with ExitStack() as stack:
         # All ranks end with one error line if another run holds the lock, or if hosts see different folders.
         from_rank_zero(lambda: stack.enter_context(locked(output)))
         check_shared(output, "output_dir: ")
-        return _train_locked(located, termination)
+        return _train_locked(from_rank_zero(lambda: locate(config)), termination)
 
 
 def _train_locked(config: TrainConfig, termination: Termination) -> bool:

@@ -1,8 +1,8 @@
 """The order in which ranks read the rows of the data set."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,6 @@ class ResumableSampler(Sampler[list[int]]):
     start: int
     stop: int
     """The micro-step after the last one."""
-    _epoch: int = field(default=-1, init=False)
-    _order: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64), init=False)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -48,11 +46,13 @@ class ResumableSampler(Sampler[list[int]]):
     def _row(self, index: int) -> int:
         """The row number at `index` of the endless sequence."""
         epoch, index_in_epoch = divmod(index, self.rows)
-        # All ranks compute the same permutation and read different parts of it.
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
-        return int(self._order[index_in_epoch])
+        return int(_order(self.rows, self.seed, epoch)[index_in_epoch])
+
+
+@lru_cache(maxsize=1)
+def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch. All ranks compute the same permutation and read different parts of it."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
 def loader(

@@ -41,8 +41,6 @@ class OptimizerSteps:
     objective: DraftLoss
     sampler: ResumableSampler
     """The rows of this rank's micro-batches."""
-    total_steps: int
-    """The end of the learning rate's schedule."""
     arrays: Arrays = field(init=False)
     micro_batches: list[Batch] = field(default_factory=list)
     """Data of the next step on this rank; empty after the last one."""
@@ -53,7 +51,8 @@ class OptimizerSteps:
 
     def __post_init__(self) -> None:
         self.accumulation = self.config.gradient_accumulation_steps
-        self.learning_rate_factor = cosine_with_warmup(self.total_steps, self.config.warmup_ratio)
+        total_steps = self.sampler.stop // self.accumulation
+        self.learning_rate_factor = cosine_with_warmup(total_steps, self.config.warmup_ratio)
 
     def start(self, step: int, arrays: Arrays) -> None:
         """Load the data of `step`. The steps take theirs from `arrays` until it ends."""

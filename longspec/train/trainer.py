@@ -54,7 +54,7 @@ class Trainer:
         self.loader = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation)
         vocabulary = engine.module.draft_model.vocabulary
         objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
-        self.steps = OptimizerSteps(config, engine, inputs, objective, sampler, self.total_steps)
+        self.steps = OptimizerSteps(config, engine, inputs, objective, sampler)
         self.evaluation = Evaluation(config, engine, inputs, objective, self.held_out_rows)
 
     def run(self, termination: Termination) -> bool:
@@ -66,7 +66,7 @@ class Trainer:
         self.engine.train()
         # Iterating starts the loading processes. They load while rank 0 opens the log.
         arrays = iter(self.loader)
-        step = self.start.step
+        step = saved_step = self.start.step
         if step and self.config.evaluation.keep_best:
             self.best_acceptance_length = from_rank_zero(lambda: read_best(self.config, self.start.run))
         log = rank_zero_first(lambda: RunLog(self.config, dist.get_rank(), step, self.total_steps))
@@ -86,19 +86,17 @@ class Trainer:
             if step % self.config.save_steps == 0 or step == self.total_steps:
                 self.save(step)
 
+                saved_step = step
+        if step > saved_step:
+            self.save(step)
+
         finished = step == self.total_steps and not self.evaluation_due
         if not finished:
-            self._save_stopped(step, termination)
+            during = ", in its evaluation" if self.evaluation_due else ""
+            advice = "resume=latest goes on from there" if step else "nothing to save yet"
+            logger.info("%s: stopped after step %d%s; %s", termination, step, during, advice)
         log.close()
         return finished
-
-    def _save_stopped(self, step: int, termination: Termination) -> None:
-        """Save `step`, the last finished one, unless it is saved already, and log where the run stopped."""
-        if self.start.step < step < self.total_steps and step % self.config.save_steps:
-            self.save(step)
-        during = ", in its evaluation" if self.evaluation_due else ""
-        advice = "resume=latest goes on from there" if step else "nothing to save yet"
-        logger.info("%s: stopped after step %d%s; %s", termination, step, during, advice)
 
     def save(self, step: int) -> None:
         """Save a checkpoint of `step`. All ranks call it."""

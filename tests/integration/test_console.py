@@ -152,13 +152,13 @@ def test_a_terminal_shows_texts_and_a_pipe_gets_json(target: Path, monkeypatch: 
 
 def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    real = pairs.LoadedPair.answer_all
+    real = pairs.LoadedPair.requests
 
     def noted(self: Any, rows: list[list[int]], *rest: Any) -> Any:
         asked.extend(rows)
         return real(self, rows, *rest)
 
-    monkeypatch.setattr(pairs.LoadedPair, "answer_all", noted)
+    monkeypatch.setattr(pairs.LoadedPair, "requests", noted)
     given = ["generate", "-", "--model", target, "--max_new_tokens", 2]
     output = invoke(*given, input="hello\n").stdout
     assert json.loads(output)["prompt"] == "hello" and json.loads(output)["finish_reason"] == "length"

@@ -33,7 +33,7 @@ from longspec.models.qwen2 import Qwen2Glide
 from longspec.models.qwen3 import Qwen3Glide
 from longspec.models.target_split import split_target
 from longspec.train.distributed import keep_drafts_equal, share_targets
-from longspec.train.loss import DraftLoss, DraftScores
+from longspec.train.loss import DraftLoss
 
 HEADS = {2: (4, 2), 4: (8, 4)}
 """Query and KV heads of the targets by number of ranks."""
@@ -203,7 +203,7 @@ def outcome(model: Any) -> dict[str, Tensor]:
             given = {"labels": labels, "position_ids": positions, "cu_seqlens": LENGTHS, "lags": lag}
             total, terms = model(tokens, objective=objective, **given)
             total.backward()
-            scores, hits = model(tokens, objective=DraftScores(objective), **given)
+            scores, hits = model(tokens, objective=objective.scores, **given)
             found |= {f"{loss} {labelled} {name}": term for name, term in terms.items()}
             found |= {f"{loss} {labelled} score {name}": term for name, term in scores.items()}
             found[f"{loss} {labelled} hits"] = hits

@@ -20,8 +20,8 @@ from training_fixtures import ROOT
 from longspec.errors import UserError
 from longspec.train import shards
 from longspec.train.checkpoint import locate, read_best, read_draft, save_checkpoint
-from longspec.train.config import CONFIG_NAME, compose_config, to_yaml, typed
-from longspec.train.config_schema import TrainConfig
+from longspec.train.config import compose_config, to_yaml, typed
+from longspec.train.config_schema import CONFIG_NAME, TrainConfig
 from longspec.train.generations import BEST, complete_saves
 from longspec.train.markers import Contents, Run, write_marker
 from longspec.train.resume import check_same_run

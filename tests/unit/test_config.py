@@ -20,9 +20,8 @@ from longspec.errors import UserError
 from longspec.longbench.command import parse_options
 from longspec.train import recipe
 from longspec.train.checkpoint import locate
-from longspec.train.config import CONFIG_NAME, compose_config, load_config, readable, to_yaml, typed
-from longspec.train.config_checks import make_output_dir
-from longspec.train.config_schema import TrainConfig
+from longspec.train.config import compose_config, load_config, readable, to_yaml, typed
+from longspec.train.config_schema import CONFIG_NAME, TrainConfig
 from longspec.train.engine import cosine_with_warmup, engine_config
 
 EXP = ROOT / "conf" / "exp"
@@ -217,16 +216,11 @@ def test_numbers_of_the_environment_are_text(paths: list[str], monkeypatch: pyte
     assert (config.max_steps, config.learning_rate, config.adam_betas) == (8, 1e-4, [1e-4, 0.9])
 
 
-def test_output_folder_is_created_after_the_checks(paths: list[str], tmp_path: Path) -> None:
+def test_the_checks_create_no_output_folder(paths: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no_such_folder"):
         load(TINY, *paths, folder=tmp_path / "no_such_folder")
-    config = load(TINY, *paths)
+    load(TINY, *paths)
     assert not (tmp_path / "out").exists()
-    make_output_dir(config)
-    assert (tmp_path / "out").is_dir()
-    config = load(TINY, *paths, f"output_dir={tmp_path}/data.jsonl/out")
-    with pytest.raises(UserError, match=r"output_dir: .*data\.jsonl/out cannot be created"):
-        make_output_dir(config)
 
 
 def test_a_window_exceeds_the_depth_that_is_trained(paths: list[str]) -> None:

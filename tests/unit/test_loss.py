@@ -1,5 +1,7 @@
 """The chunked losses, compared with formulas on whole logits: value and gradient in fp64."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,8 @@ from torch import Tensor, nn
 from training_reference import plain_loss
 
 from longspec.errors import UserError
-from longspec.train import losses
-from longspec.train.loss import DraftLoss, DraftScores
-from longspec.train.losses import LOSSES
+from longspec.train.loss import DraftLoss
+from longspec.train.losses import LOSSES, register_loss
 
 B, T, HIDDEN, V = 3, 11, 8, 23
 
@@ -39,24 +40,22 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
     assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
     assert metrics.keys() == {"loss", *["ce"] * (loss in ("ce", "mixed")), *["kl"] * (loss != "ce")}
 
-    scores, hits = DraftScores(objective)(hidden, teacher, labels, head)
+    scores, hits = objective.scores(hidden, teacher, labels, head)
     assert scores == metrics
     guessed = head(hidden[:, :-1]).argmax(-1)
     assert hits.shape == labels.shape and not hits[:, 0].any()
     assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
     liked = labels.clone()
     liked[:, 1:] = torch.where(liked[:, 1:] == -100, -100, guessed)
-    _, all_hits = DraftScores(objective)(hidden, teacher, liked, head)
+    _, all_hits = objective.scores(hidden, teacher, liked, head)
     assert torch.equal(all_hits[:, 1:], labels[:, 1:] != -100)
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, V, 3)])
 @pytest.mark.parametrize("name", ["ce", "distill"])
-def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(
-    name: str, vocabulary: Tensor | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@patch.dict(LOSSES)
+def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(name: str, vocabulary: Tensor | None) -> None:
     """Value, gradient and scores, with and without a list of the draft's tokens."""
-    monkeypatch.setattr(losses, "_own", {})
 
     def ce(logits: Tensor, target_logits: Tensor | None, labels: Tensor) -> Tensor:
         assert target_logits is None
@@ -67,23 +66,23 @@ def test_a_registered_loss_trains_as_the_built_in_one_of_its_formula(
         terms = F.kl_div(logits.log_softmax(-1), target_logits.log_softmax(-1), reduction="none", log_target=True)
         return terms.sum(-1)
 
-    losses.register_loss("own", {"ce": ce, "distill": distill}[name], reads_target=name == "distill")
+    register_loss("own", {"ce": ce, "distill": distill}[name], reads_target=name == "distill")
     hidden, teacher, labels, head = example()
     results = []
     for loss in (name, "own"):
         objective = DraftLoss(loss, chunk_logits=4 * V, vocabulary=vocabulary)
         value, metrics = objective(hidden, teacher, labels, head)
         (gradient,) = torch.autograd.grad(value * 0.3, hidden)
-        results.append((value, gradient, metrics, DraftScores(objective)(hidden, teacher, labels, head)[0]))
+        results.append((value, gradient, metrics, objective.scores(hidden, teacher, labels, head)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
-def test_a_registered_loss_has_a_new_name_and_a_value_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_own", {})
-    losses.register_loss("own", lambda logits, target_logits, labels: logits.mean(), reads_target=False)
+@patch.dict(LOSSES)
+def test_a_registered_loss_has_a_new_name_and_a_value_per_token() -> None:
+    register_loss("own", lambda logits, target_logits, labels: logits.mean(), reads_target=False)
     for name in ("own", "ce"):
         with pytest.raises(UserError, match=f"there is a loss '{name}'"):
-            losses.register_loss(name, lambda logits, target_logits, labels: labels, reads_target=False)
+            register_loss(name, lambda logits, target_logits, labels: labels, reads_target=False)
     with pytest.raises(UserError, match="one value per token"):
         DraftLoss("own")(*example())
 
@@ -160,7 +159,7 @@ def test_a_vocabulary_list_restricts_draft_and_target(loss: str, chunk: int) -> 
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(metrics["target_loss"], plain_loss("ce", teacher, teacher, labels, head))
 
-    scores, hits = DraftScores(objective)(hidden, teacher, labels, head)
+    scores, hits = objective.scores(hidden, teacher, labels, head)
     assert scores == metrics
     guessed = LISTED[head(hidden[:, :-1])[..., LISTED].argmax(-1)]
     assert torch.equal(hits[:, 1:], guessed == labels[:, 1:])
@@ -185,5 +184,5 @@ def test_a_head_of_the_drafts_own_trains(loss: str) -> None:
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
     for actual, wanted in zip(gradients, torch.autograd.grad(expected * 0.3, (hidden, own.weight)), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
-    scored, _ = DraftScores(objective)(hidden, teacher, labels, head, own)
+    scored, _ = objective.scores(hidden, teacher, labels, head, own)
     torch.testing.assert_close(scored["loss"], metrics["loss"])

@@ -25,8 +25,8 @@ from longspec.errors import UserError
 from longspec.locks import LOCK_NAME, locked
 from longspec.models.draft_files import load_draft
 from longspec.ranks.agreement import Termination
-from longspec.train.config import CONFIG_NAME, read_config_file
-from longspec.train.config_schema import TrainConfig
+from longspec.train.config import read_config_file
+from longspec.train.config_schema import CONFIG_NAME, TrainConfig
 from longspec.train.evaluation import Evaluation
 from longspec.train.generations import find_latest
 from longspec.train.logging import RunLog
