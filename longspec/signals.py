@@ -58,7 +58,7 @@ def stop_signals_handled(handler: Any) -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Context whose stop signals are handled at its end, as far as `stop_signals_handled` handles them."""
+    """Context at whose end the first stop signal takes effect. `stop_signals_handled` says where."""
     late: list[int] = []
     with stop_signals_handled(lambda number, frame: late.append(number)):
         yield

@@ -83,6 +83,8 @@ def generate(
             )
             if output is None and replicas.size > 1:
                 raise UserError("--output: give a file; several ranks do not write to stdout")
+            if output is None and sys.stdout is None:
+                raise UserError("--output: give a file; stdout is closed")
             asked = read_prompts(prompts or [])
             if output is not None:
                 if any(os.path.realpath(prompt) == os.path.realpath(output) for prompt in prompts or []):

@@ -58,7 +58,7 @@ def check_folder(path: Path | None, option: str, others: Sequence[str | Path | N
     if path is None or str(path) == "-":
         return
     if os.path.realpath(path) in [os.path.realpath(other) for other in others if other is not None]:
-        raise UserError(f"{option} {path}: is another file of this command; give a file of its own")
+        raise UserError(f"{option} {path}: the command also reads or writes this file; give another one")
     if not path.absolute().parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}")
     if os.path.isdir(path):

@@ -57,7 +57,7 @@ def prompt_rows(input_ids: Any, attention_mask: Any) -> tuple[list[Tensor], list
     with suppress(TypeError, ValueError, RuntimeError):  # what torch raises for anything but numbers
         masks = [torch.as_tensor(own, device=row.device).bool() for own, row in zip(attention_mask, given, strict=True)]
     if [mask.shape for mask in masks] != [row.shape for row in given]:
-        raise UserError("attention_mask: give 0 or 1 for each token of input_ids, in a tensor or lists like these")
+        raise UserError("attention_mask: give 0 or 1 per token of input_ids, in a tensor or lists of the same shape")
     rows = [row[mask] for row, mask in zip(given, masks, strict=True)]
     for number, row in enumerate(rows):
         if len(row) == 0:

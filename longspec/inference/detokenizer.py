@@ -38,10 +38,10 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """The text that the token completes; empty for special tokens and parts of characters."""
+        if token in self._special and not self._decode([token]):
+            return ""  # not kept: a long run of them would be decoded again with each token
         self._tokens.append(token)
         text = self.held
-        if not text and token in self._special:
-            self._tokens.pop()  # a long run of them would be decoded again with each token
         if text.endswith(REPLACEMENT) or not text:
             return ""
         self._tokens = self._tokens[self._emitted :]

@@ -94,7 +94,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_word_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Options with `bad_words`, texts, replaced by bad_words_ids: those of each text at the beginning of a text and
-    after a space. Raises UserError for a text that is none."""
+    after a space. Raises UserError for an entry that is no text, is blank, or cannot be encoded in UTF-8."""
     replaced = dict(options)
     if (words := replaced.pop("bad_words", None)) is None:
         return replaced

@@ -86,7 +86,7 @@ class ModelConfig:
 MODEL_DEFAULTS: dict[str, Any] = {
     key.name: key.default if key.default_factory is MISSING else key.default_factory()
     for key in fields(ModelConfig)
-    if not key.default is key.default_factory is MISSING
+    if key.default is not MISSING or key.default_factory is not MISSING
 }
 """Values that leave an option to the draft that training starts from."""
 

@@ -85,7 +85,6 @@ class Trainer:
             log.step({"step": step, **metrics})
             if step % self.config.save_steps == 0 or step == self.total_steps:
                 self.save(step)
-
                 saved_step = step
         if step > saved_step:
             self.save(step)
