@@ -7,6 +7,7 @@ have accepted follows from the text, without a single round of lookup.
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ RESTART_WEIGHT = 4.0
 """Weight of the long mean after a change, in rounds."""
 LEAST_VARIANCE = 0.05
 """Of observations; a constant sequence would make every deviation a change."""
+FEW_MATCHES = 16
+"""Up to this number, matches are compared faster one by one than as arrays."""
 SHORT_DECAY = math.exp(-1 / SHORT_MEMORY)
 
 
@@ -92,14 +95,19 @@ class LookupTrace:
         of a length."""
         tokens = np.frombuffer(self.tokens, dtype=np.int64)
         # A search of the whole text takes microseconds. An index of a long prompt would delay the first round.
-        ends = (tokens[:-1] == tokens[-1]).nonzero()[0]
-        if not len(ends):
-            return []
+        ends: Any = (tokens[:-1] == tokens[-1]).nonzero()[0]
         for back in range(1, min(LONGEST_MATCH, len(tokens))):
-            longer = ends[ends >= back]
-            longer = longer[tokens[longer - back] == tokens[-1 - back]]
+            longer: Any
+            if len(ends) > FEW_MATCHES:
+                longer = ends[ends >= back]
+                longer = longer[tokens[longer - back] == tokens[-1 - back]]
+            else:
+                token = self.tokens[-1 - back]
+                longer = [end for end in map(int, ends) if end >= back and self.tokens[end - back] == token]
             if not len(longer):
                 break
             ends = longer
+        if not len(ends):
+            return []
         first = int(ends[-1]) + 1
         return tokens[first : first + max(self.depths)].tolist()
