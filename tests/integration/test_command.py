@@ -196,7 +196,6 @@ def refused(setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         (["--device", "cpu", "--attention", "triton"], "attention: 'triton' cannot run here"),
         (["--chat_format", "tokenizer"], "chat template"),
         (["--model_name", "qwq"], "--model_name or by --target"),
-        (["--temprature", "1"], "unrecognized arguments: --temprature 1"),
     ],
 )
 def test_bad_options_are_refused(refused: Refused, options: list[str], complaint: str) -> None:

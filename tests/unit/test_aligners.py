@@ -124,7 +124,6 @@ def test_fields_next_to_the_text_are_used(record, prompt):
         ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "R"}]}, r"^field 'messages\[1\]\.reasoning_content"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "^field 'messages' has no answer to learn"),
         ({"messages": [SYSTEM, QUESTION, ANSWER], "system": "R"}, "^field 'system"),
-        ({"messages": [QUESTION, ANSWER], "tools": [{"type": "function"}]}, "^field 'tools"),
         ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}, "^field 'chat_template"),
         ({"prompt": "Q", "completion": "A", "documents": ["R"]}, "^field 'documents"),
         ({"prompt": "Q", "completion": "A", "context": "R"}, "^field 'context"),
@@ -133,7 +132,6 @@ def test_fields_next_to_the_text_are_used(record, prompt):
         ({"prompt": "Q", "completion": "A", "weight": 0}, "^field 'weight"),
         ({"report": "Q", "summary": "A", "system": "S"}, "^field 'system"),
         ({"messages": [QUESTION, {**ANSWER, "masked": True}]}, r"^field 'messages\[1\]\.masked"),
-        ({"messages": [QUESTION, ANSWER], "rejected": "B"}, "^field 'rejected"),
     ],
 )
 def test_fields_that_are_ill_typed_or_would_change_the_text_are_refused_by_name(record, says):
