@@ -108,8 +108,7 @@ class DeviceOracle(WrappedDrafter):
         self.last_of_level = torch.tensor([0, *accumulate(shape)], device=truth.device)
         self.rounds = torch.zeros(1, dtype=torch.long, device=truth.device)
 
-    def share(self, rows: slice, sampler: Sampler) -> Drafter:
-        return self.drafter.share(rows, sampler)  # to start these rows
+    share = Oracle.share
 
     def propose(self, root: Tensor, cache: TargetCache) -> Proposal:
         proposal = self.drafter.propose(root, cache)

@@ -28,7 +28,7 @@ class BenchOptions:
     )
     max_new_tokens: int = option(128, "Length of each answer.", SAMPLING, min=2)
     temperature: float = option(0.0, "0 is greedy.", SAMPLING, min=0.0)
-    png: Path | None = option(None, "Picture to write.", OUTPUT, show_default="bench.png with matplotlib")
+    png: Path | None = option(None, "PNG to write.", OUTPUT, show_default="bench.png with matplotlib")
     measure_again: bool = option(False, "Forget the measured times of rounds, from which auto chooses.")
 
 
@@ -54,6 +54,8 @@ def bench(
         raise UserError("--png: matplotlib is not installed; run: pip install matplotlib")
     picture = options.png or (Path("bench.png") if has_matplotlib else None)
     check_folder(picture, "--png", [options.prompts])
+    if picture is not None and picture.suffix.lower() not in ("", ".png"):
+        raise UserError(f"--png {picture}: the picture is a PNG; give a name that ends in .png")
     source = source.named(pair)
     sampling = SamplingOptions(options.temperature, max_new_tokens=options.max_new_tokens, token_options=token_options)
     if options.prompts is not None and not Path(options.prompts).is_file():

@@ -52,7 +52,7 @@ def chat(
             sampling = SamplingOptions(
                 **vars(shape), max_new_tokens=options.max_new_tokens, token_options=token_options
             )
-            arguments = drafting.arguments()
+            arguments = drafting.arguments(method.method)
             system = None if options.system is None else decoded(os.fsencode(options.system), "--system")
             stack.enter_context(only_rank_zero(method.tp_size, source.device))
             loaded = open_pair(source, method.method)

@@ -74,7 +74,7 @@ def generate(
     with StopSignals(at_once=True) as stop, ExitStack() as stack:
         stack.enter_context(shared_target(method.tp_size, source.device, stop))
         replicas = stack.enter_context(joined_replicas(method.tp_size))
-        output, arguments = options.output, drafting.arguments(prompts or [])
+        output, arguments = options.output, drafting.arguments(method.method, prompts or [])
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
             check_folder(options.json_file, "--json", [*(prompts or []), output])

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.errors import UserError
-from longspec.inference.methods import parse_shape
+from longspec.inference.methods import AUTO, Drafting, parse_shape
 from longspec.inference.token_options import COMMAND_OPTIONS, given_options
 from longspec.models.packaged_targets import SMOLLM2
 
@@ -90,15 +90,18 @@ class DraftingOptions:
     lookup_branches: bool = option(False, "Add continuations that the context already holds.", DRAFTING)
     gamma: int = option(4, "Length of the chain (seq, magicdec, lookup).", DRAFTING, min=1)
 
-    def arguments(self, prompts: Sequence[str] = ()) -> dict[str, Any]:
-        """As arguments of `longspec.generate` and of the scheduler. Raises UserError for a wrong shape, and for a shape
-        of one level next to a prompt that is a number: `--tree_shape 2 2` means two levels."""
+    def arguments(self, method: str | None, prompts: Sequence[str] = ()) -> dict[str, Any]:
+        """As arguments of `longspec.generate` and of the scheduler. Raises UserError for values that no target takes,
+        and for a shape of one level next to a prompt that is a number: `--tree_shape 2 2` means two levels."""
+        from longspec.inference.arguments import check_drafting  # imports torch
+
         options = {name: value for name, value in vars(self).items() if name != "tree_shape"}
         if self.tree_shape is not None:
             if self.tree_shape.isdecimal() and (numbers := [prompt for prompt in prompts if prompt.isdecimal()]):
                 advice = "write levels as in 4,16,16, or give the prompt on stdin"
                 raise UserError(f"--tree_shape {self.tree_shape}, prompt {numbers[0]}: {advice}")
             options["tree_shape"] = parse_shape(self.tree_shape)
+        check_drafting(Drafting(method or AUTO, **options))
         return options
 
 

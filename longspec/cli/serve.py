@@ -66,7 +66,7 @@ def serve(
         from longspec.inference.server.served_model import ServedModel
         from longspec.inference.server.serving import allowed_hosts, http_server, listen, url_of
 
-    source, arguments = source.named(pair), drafting.arguments()
+    source, arguments = source.named(pair), drafting.arguments(method.method)
     with ExitStack() as stack:
         stack.enter_context(only_rank_zero(method.tp_size, source.device))
         # A port in use is reported before the weights load, and clients that connect meanwhile wait.

@@ -63,6 +63,9 @@ def train(
     # Checked here, so that an error is not followed by the launcher's messages.
     settings = load_config(line[line.index("-cp") :], ranks)
     if options.dry_run and settings is not None:
+        from longspec.train.run import check_start
+
+        check_start(settings)
         print(plan(settings, ranks))
     print(shlex.join(line), flush=True)
     if not options.dry_run:
@@ -93,11 +96,14 @@ def known_ranks(options: LaunchOptions) -> int | None:
 
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
-    """What a run reads and how long it takes, as far as is known without counting tokens. ranks: None if unknown."""
-    from longspec.data.lines import data_files, text_lines
+    """What a run reads and how long it takes, as far as is known without counting tokens. ranks: None if unknown.
+    Raises UserError for data without a record."""
+    from longspec.data.lines import data_files, first_lines, text_lines
     from longspec.train.resume import rows_per_step, steps_over
 
     data, files = config.data, data_files(config.data.files)
+    for paths in (files, data_files(config.evaluation.files) if config.evaluation.files else files):
+        first_lines(paths)
     size, records = sum(map(os.path.getsize, files)), 0
     lines = [f"data: {size:,} bytes, files: {len(files)}"]
     if size <= COUNTED_BYTES:

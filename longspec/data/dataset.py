@@ -1,7 +1,6 @@
 """The data pipeline, from JSONL files to rows of token ids."""
 
 import logging
-from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ with extra("train"):
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
-
-FIRST_LINES = 256
-"""Lines whose fields are compared with those that are read; files of records mostly have the same ones throughout."""
 
 
 class RowDataset(torch.utils.data.Dataset[list[Segment]]):
@@ -63,11 +59,8 @@ def build_dataset(
     if list(tokenize.aligners[-1:]) != [common_form_aligner()]:
         raise UserError("the last of `aligners` must be longspec.data.aligners.common_form_aligner")
     digests = lines.content_digests(files)
-    first_lines = list(islice(chain.from_iterable(lines.text_lines(path) for path, _ in digests), FIRST_LINES))
-    if not first_lines:
-        more = " …" if len(digests) > 1 else ""
-        raise UserError(f"no record in {digests[0][0]}{more}: all lines are blank")
-    if unread := tokenize.unread(first_lines):
+    paths = [path for path, _ in digests]
+    if unread := tokenize.unread(lines.first_lines(paths)):
         logger.info(unread_note(unread))
     samples = tokenize.table(digests, num_proc, cache_dir)
 
@@ -79,19 +72,19 @@ def build_dataset(
         rows = packing.Rows(kept[packed.samples], packed.starts)
     else:
         rows = packing.Rows(kept, np.arange(len(kept) + 1))
-    _log_counts(lengths, len(rows), tokenize.max_length)
+    _log_counts(lengths, len(rows), tokenize.max_length, lines.named(paths))
     return RowDataset(samples, rows)
 
 
-def _log_counts(lengths: np.ndarray, row_count: int, max_length: int) -> None:
-    """Log how many samples were used and left out. Raises UserError if none is left."""
+def _log_counts(lengths: np.ndarray, row_count: int, max_length: int, source: str) -> None:
+    """Log how many samples of `source` were used and left out. Raises UserError if none is left."""
     no_answer = int((lengths == NO_ANSWER).sum())
     no_room = int((lengths == NO_ROOM).sum())
     left_out = (
         f"left out: {no_answer} with an empty answer or text, {no_room} with a prompt of {max_length} tokens or more"
     )
     if not row_count:
-        raise UserError(f"no record is usable ({left_out}); check the data and max_length")
+        raise UserError(f"no record in {source} is usable ({left_out}); check the data and max_length")
     kept = lengths[lengths > 0]
     logger.info("%d samples of %d tokens (%s)", len(kept), kept.sum(), left_out)
     capacity = row_count * max_length

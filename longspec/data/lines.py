@@ -3,6 +3,7 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ SUFFIXES = (".jsonl", ".ndjson", ".json")
 """Suffixes of JSONL files, in any case."""
 CHUNK_BYTES = 1 << 18
 """Bytes after which a chunk ends with its line. They are tokenized in about 0.1 s, so all processes end together."""
+FIRST_LINES = 256
+"""Lines that stand for all of them; files of records mostly have the same fields throughout."""
 Line = tuple[str, int, bytes]
 """A line's file, its number from 1, and its bytes."""
 
@@ -56,6 +59,18 @@ def text_lines(path: str) -> Iterator[Line]:
     """The non-blank lines of a file."""
     with open(path, "rb") as handle:
         yield from ((path, number, raw) for number, raw in enumerate(handle, 1) if raw.strip())
+
+
+def first_lines(paths: Sequence[str]) -> list[Line]:
+    """The first FIRST_LINES lines of some files that are not blank. Raises UserError if there is none."""
+    if not (lines := list(islice(chain.from_iterable(map(text_lines, paths)), FIRST_LINES))):
+        raise UserError(f"no record in {named(paths)}: all lines are blank")
+    return lines
+
+
+def named(paths: Sequence[str]) -> str:
+    """Some files in an error message: the first one, and whether there are others."""
+    return paths[0] + (" …" if len(paths) > 1 else "")
 
 
 def chunks(files: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -93,8 +93,9 @@ def checked_drafting(model: GlideMixin, drafting: Drafting, allow_untrained_draf
     return replace(drafting, tree_shape=shape, has_draft=has_draft)
 
 
-def check_drafting(drafting: Drafting, vocab_size: int) -> None:
-    """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range."""
+def check_drafting(drafting: Drafting, vocab_size: int = MAX_NODES) -> None:
+    """Raise UserError for an unknown method or tree rule, and for a tree or gamma outside its range. vocab_size: that
+    of the target, which limits the levels of a tree; the default is for a target that is not read yet."""
     method = drafting.method
     known_methods = (*method_names(), AUTO)
     for name, value, known in (("method", method, known_methods), ("tree_rule", drafting.tree_rule, TREE_RULES)):

@@ -144,6 +144,7 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     filters = {name: value for name, value in options.token_options.items() if name in FILTER_OPTIONS}
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k, **filters)
+    check_drafting(drafting_of(options))
     _check_numbers(options)
     device = choose_device(options.device)
 

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 from packaging.version import Version
 
+from longspec.errors import UserError
 from longspec.pipeline.estimates import TIGHT, Machine, Target, estimate
 from longspec.pipeline.settings import (
     FORCED,
@@ -54,8 +55,12 @@ def chosen_settings(
     """The settings that take about `hours` on a machine, or the smallest ones.
 
     contexts: longest context of training and evaluation, in tokens. own: number of the user's prompts in `text`. draft:
-    a draft to evaluate; None to train one. Raises UserError for a target that is too large for the machine.
+    a draft to evaluate; None to train one. Raises UserError for a target that is too large for the machine, or that has
+    fewer than ROW positions.
     """
+    if target.positions < ROW:
+        problem = f"{target.positions} positions, fewer than the {ROW} tokens of a row of stage 1"
+        raise UserError(f"{target.name}: {problem}; give settings of your own with --config")
     base = _for_target(target, machine, contexts, text, own)
     base.hours, base.contexts = hours, min(contexts, target.positions)
     base = evaluation_of(draft, base) if draft else base

@@ -84,7 +84,8 @@ def check_trainer(
         # The text does not exist yet, and any files stand for it.
         values: dict[str, Any] = {"data.files": [str(ROOT / TRAINER)], "evaluation.files": [__file__]}
         values |= {"model_name_or_path": path, "draft_model_name_or_path": "draft" if number else None}
-        values |= {"data.max_length": stage.max_length, "resume": "latest", **(given or {}), **stage.overrides}
+        values |= {"data.max_length": stage.max_length, "max_steps": stage.steps, "resume": "latest"}
+        values |= {**(given or {}), **stage.overrides}
         changes: dict[str, dict[str, Any]] = {f"training.stages.{name}.overrides": {}}
         if number == 0:
             values |= _architecture(settings.training)
@@ -98,6 +99,8 @@ def check_trainer(
                 composed = compose_config(ROOT / CONFIGS, stage.config, hydra_overrides(values | changed))
                 check(trained := typed_with_auto(composed, ranks))
                 check_fit(trained, config)
+                if trained.max_steps is None:
+                    raise UserError("config key max_steps: null; omit it for the number of the key steps")
             except UserError as error:
                 raise UserError(str(error).replace("config key ", f"config key {section}.", 1)) from error
 

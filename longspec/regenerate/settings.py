@@ -5,9 +5,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longspec.command_line import drafting_of
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
-from longspec.inference.arguments import check_sampling
+from longspec.inference.arguments import check_drafting, check_sampling
 from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
 from longspec.inference.request import FILTERS
 from longspec.inference.token_options import check_integer, token_settings, with_word_ids
@@ -86,6 +87,7 @@ def check_settings(settings: Settings) -> None:
         raise UserError("temperatures: none; give numbers of 0 (greedy) or more")
     for temperature in settings.temperatures:
         check_sampling(settings.max_new_tokens, temperature, **settings.filters)
+    check_drafting(drafting_of(settings))
     least = {"max_turn_tokens": 1, "batch_size": 1, "count": 0, "max_prompt_tokens": 0, "shard_size": 0, "seed": 0}
     for name, number in least.items():
         check_integer(name, getattr(settings, name), number)

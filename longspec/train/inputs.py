@@ -53,12 +53,28 @@ class Inputs:
 
 def read_inputs(config: TrainConfig) -> Inputs:
     """Check target, tokenizer and draft, then tokenize the data or find it in the cache. Raises UserError."""
+    # Everything is checked before the data is tokenized, which can take hours.
+    target, tokenize, pad, draft = read_pair(config)
+    data = config.data
+    read_rows = partial(
+        build_dataset, tokenize=tokenize, pack=data.pack, num_proc=data.num_proc, cache_dir=data.cache_dir
+    )
+    rows = read_rows(data.files)
+    held_out = None if config.evaluation.files is None else read_rows(config.evaluation.files)
+    # All packed rows have the same length, so that the shapes of micro-batches repeat.
+    packed_length = data.max_length if data.pack else None
+    collate = Collator(pad, answer_only=data.answer_only, pad_to=packed_length)
+    return Inputs(rows, held_out, collate, tokenize.tokenizer, draft, position_limit(target))
+
+
+def read_pair(config: TrainConfig) -> tuple[PreTrainedConfig, Tokenize, int, dict[str, Tensor] | None]:
+    """The target's config, the tokenization of records for it, the padding token, and the draft's weights or None. The
+    target's weights are not read. Raises UserError for a target or draft that training cannot start from."""
     name = config.model_name_or_path
     glide = pair_class(config.model._target_)
     aligners = tuple(_make_aligner(number, entry) for number, entry in enumerate(config.data.aligners))
     target = read_config(name)
     glide.check_family(target, name)
-    # Everything is checked before the data is tokenized, which can take hours.
     if config.tp_size > 1:
         check_shared(target, config.tp_size, name)
     else:
@@ -86,15 +102,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         aligners=aligners,
         templates=data.templates,
     )
-    read_rows = partial(
-        build_dataset, tokenize=tokenize, pack=data.pack, num_proc=data.num_proc, cache_dir=data.cache_dir
-    )
-    rows = read_rows(data.files)
-    held_out = None if config.evaluation.files is None else read_rows(config.evaluation.files)
-    # All packed rows have the same length, so that the shapes of micro-batches repeat.
-    packed_length = data.max_length if data.pack else None
-    collate = Collator(pad, answer_only=data.answer_only, pad_to=packed_length)
-    return Inputs(rows, held_out, collate, tokenizer, draft, position_limit(target))
+    return target, tokenize, pad, draft
 
 
 def check_fit(config: TrainConfig, target: PreTrainedConfig) -> None:

@@ -24,8 +24,8 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import evaluates_after, held_out_row_count
-from longspec.train.generations import DRAFTS
-from longspec.train.inputs import fresh_vocabulary, read_inputs
+from longspec.train.generations import DRAFTS, drafts, states
+from longspec.train.inputs import fresh_vocabulary, read_inputs, read_pair
 from longspec.train.logging import METRICS_NAME, logged_metrics, setup_logging
 from longspec.train.recipe import FEW_STEPS
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
@@ -107,6 +107,21 @@ def _train_locked(config: TrainConfig, termination: Termination) -> bool:
     if finished := trainer.run(termination):
         log_next_command(run_config)
     return finished
+
+
+def check_start(config: TrainConfig) -> None:
+    """Check target and draft of a run that is not launched, without the target's weights. A target that is not on this
+    machine is left to the launch, which fetches it. Raises UserError."""
+    if Path(config.model_name_or_path).exists():
+        config = locate(config)
+    if not Path(config.model_name_or_path).exists():
+        return
+    output = Path(config.output_dir)
+    is_resumed = config.resume is not None and bool(drafts(output) or states(output))
+    draft = None if is_resumed else config.draft_model_name_or_path
+    config = with_draft_options(config, None, draft)
+    target = resolve_target(config.model_name_or_path)
+    read_pair(replace(config, model_name_or_path=target, draft_model_name_or_path=draft))
 
 
 def lacks_evaluation(config: TrainConfig, step: int, total_steps: int) -> bool:

@@ -165,7 +165,7 @@ def test_a_request_sets_variables_of_the_chat_template(tmp_path: Path, monkeypat
     assert shouted - plain == len("<hey>")
     assert [reply.status_code for reply in (fixed, failed)] == [400, 400]
     assert "depth is fixed" in fixed.json()["error"]["message"]
-    assert [reply.json()["error"]["param"] for reply in (fixed, failed)] == ["chat_template_kwargs", "messages"]
+    assert {reply.json()["error"]["param"] for reply in (fixed, failed)} == {"chat_template_kwargs"}
 
 
 @pytest.mark.parametrize("command", ["serve", "bench", "chat", "generate"])

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 from pairs import save_target
+from training_fixtures import make_target
 from typer.testing import CliRunner
 
 from longspec.cli import app as console
@@ -61,6 +62,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["generate", "none.csv"], "none.csv: no such file; if the text itself is the prompt, give it on stdin"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
         (["generate", "hello", "--tree_shape", "2", "4"], "--tree_shape 2, prompt 4: write levels as in 4,16,16"),
+        (["generate", "hi", "--model", "./none", "--tree_nodes", "1"], "tree_nodes: 1; it must be"),
+        (["regenerate", "--target", "./none", "--count", "1", "--output_dir", "a", "--tree_nodes", "1"], "nodes: 1"),
+        (["evaluate", "--target", "./n", "--task", "lcc", "--data_path_prefix", ".", "--tree_nodes", "1"], "nodes: 1"),
+        (["bench", "./none", "--png", "a.pdf"], "--png a.pdf: the picture is a PNG"),
         (["bench", "--no_such_option"], "no such option: --no_such_option (see --help)"),
         (["extract"], "missing argument"),
         (["generate", "hello", "--output", "--overwrite"], "--overwrite: an option where a path is expected"),
@@ -74,12 +79,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.fixture
 def experiment(tmp_path: Path) -> list[str]:
     """The tiny experiment with a target and a file of five records."""
-    save_target(tmp_path / "target", "mistral")
+    make_target(tmp_path / "target", "mistral")
+    (tmp_path / "blank.jsonl").write_text(" \n\n")
     (tmp_path / "a b.jsonl").write_text('{"text": "one"}\n\n' * 5)
     return ["train", TINY, f"model_name_or_path={tmp_path}/target", f"data.files=[{tmp_path}/a b.jsonl]", "--dry_run"]
 
 
-def test_train_checks_the_configuration_and_prints_the_launch_line(experiment: list[str]) -> None:
+def test_train_checks_the_configuration_and_prints_the_launch_line(experiment: list[str], tmp_path: Path) -> None:
     given = [*experiment, "--num_gpus", "2"]
     *derived, line = CliRunner().invoke(console.app, given).stdout.splitlines()
     assert "-m deepspeed.launcher.runner --log_level critical --num_gpus 2" in line
@@ -87,8 +93,9 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(experiment: l
     assert derived == ["data: 85 bytes, files: 1, records: 5", "step: 16 rows of up to 128 tokens, 2,048 in all"]
     for name, wrong, named in (
         (TINY, "max_step=3", "max_step: no such key"),
-        (TINY, "data.files=none.jsonl", "none.jsonl"),
+        (TINY, f"evaluation.files={tmp_path}/blank.jsonl", "blank.jsonl: all lines are blank"),
         ("my-model", "seed=3", "config name my-model: no such experiment"),
+        (TINY, "draft_model_name_or_path=./none.pth", "./none.pth: no such draft"),
     ):
         result = CliRunner().invoke(console.app, ["train", name, *given[2:], wrong])
         assert isinstance(result.exception, UserError) and named in str(result.exception) and not result.stdout

@@ -1,6 +1,7 @@
 """The controller of "auto" on simulated text and drafts: close to the best fixed plan, and quick after a change."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from random import Random
 
 import numpy as np
@@ -172,6 +173,14 @@ def test_rows_are_known_by_traced_ones_that_ended() -> None:
     for row in range(4):
         simulation.controller.end(row)
     assert [simulation.controller.choose() for _ in range(2)][1] == LOOKUPS[-1]  # the first was decided before
+
+
+def test_rows_take_turns_in_the_comparison_of_trees() -> None:
+    """Of 16 rows, of which a round compares 8, 4 accept a node."""
+    accepts, tree = cycle([0] * 9 + [1, 0] * 3 + [1]), Plan("tree", 16, 1)
+    simulation = Simulation({VANILLA: 1.0, tree: 1.0}, 16, lambda number: next(accepts), lambda number: False)
+    simulation.run(200, tree)
+    assert simulation.controller.gains[tree].value == pytest.approx(0.25, abs=0.1)
 
 
 def test_a_tree_that_cannot_win_is_not_probed() -> None:

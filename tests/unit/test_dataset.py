@@ -227,7 +227,7 @@ GOOD = [{"text": "fine"}] * 70
         ([["not JSON"]], {"max_length": 1}, "max_length is 1"),
         ([["", "  "]], {}, r"no record in .*file0\.jsonl: all lines are blank"),
         ([["not JSON"]], {"aligners": (add_id_aligner(),)}, "common_form"),
-        ([[{"text": ""}, {"source": "q", "target": "\n"}]], {}, r"no record is usable .*2 with an empty answer"),
+        ([[{"text": ""}, {"source": "q", "target": "\n"}]], {}, r"file0\.jsonl is usable .*2 with an empty answer"),
     ],
 )
 def test_bad_records_and_settings_are_one_line(build, files, settings, says):

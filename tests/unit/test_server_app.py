@@ -42,7 +42,6 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
     ("fields", "param", "part"),
     [
         ({"tools": [{}]}, "tools", "not supported"),
-        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
         ({"bad_words": [" "]}, "bad_words", "not empty"),
@@ -67,6 +66,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"prompt": [1, -1]}, "prompt", "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the target has"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
+        ({"prompt": [5] * POSITIONS, "max_tokens": 0}, None, "4096 tokens: with the first token of its answer,"),
         ({"prompt": [5] * 8, "max_tokens": POSITIONS}, None, "8 tokens + max_tokens 4096: 4104 tokens, more than"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_chat_whose_text_cannot_be_read_is_refused(client: TestClient, monkeyp
     error = chat(client, 400, messages=[{"role": "user", "content": "a <note>"}])["error"]
     assert f"token id {VOCAB_SIZE}" in error["message"] and error["param"] == "prompt"
     tokenizer.chat_template = "{{ 9 // (messages | length - 1) }}"
-    error = chat(client, 400, messages=[{"role": "user", "content": "a"}])["error"]
+    error = chat(client, 400, messages=[{"role": "user", "content": "a"}], chat_template_kwargs={"a": 1})["error"]
     assert "ZeroDivisionError" in error["message"] and error["param"] == "messages"
 
 

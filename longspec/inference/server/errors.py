@@ -12,6 +12,8 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 """Headers by status. A client that finds the queue full is to come back soon: each answer that ends frees a row."""
 CLOSES = (401, 408, 413)
 """Statuses after which the connection ends, because the body is unread."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's `code` for a prompt that does not fit with its answer."""
 SERVER_STOPPED = "the server stopped before the answer was complete"
 
 

@@ -23,7 +23,7 @@ from longspec.inference.engine.requests import (
 )
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.inference.server.answer_text import AnswerText, Piece, prompt_pieces
-from longspec.inference.server.errors import SERVER_STOPPED, ApiError
+from longspec.inference.server.errors import SERVER_STOPPED, TOO_LONG, ApiError
 from longspec.inference.server.metrics import Metrics
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 
@@ -82,7 +82,7 @@ class Job:
         except tuple(REFUSALS) as error:
             self.cancel()
             status = next(status for kind, status in REFUSALS.items() if isinstance(error, kind))
-            code = "context_length_exceeded" if isinstance(error, RequestTooLarge) else None
+            code = TOO_LONG if isinstance(error, RequestTooLarge) else None
             message = str(error).replace("max_new_tokens", self.body.limit_field)  # the engine's name for this field
             param = message.partition(":")[0] if isinstance(error, UserError) and code is None else None
             raise ApiError(status, message, param, code) from error

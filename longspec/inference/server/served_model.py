@@ -1,6 +1,7 @@
 """The model that a server answers for: its names, its tokenizer, and how it reads prompts."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
@@ -12,7 +13,7 @@ from longspec.errors import UserError
 from longspec.inference.arguments import check_sampling
 from longspec.inference.engine.requests import Request
 from longspec.inference.request import FILTERS, Sampling
-from longspec.inference.server.errors import ApiError
+from longspec.inference.server.errors import TOO_LONG, ApiError
 from longspec.inference.server.limits import Limits
 from longspec.inference.server.openai_api import ChatRequest, CompletionRequest
 from longspec.inference.token_options import TOKEN_OPTIONS, check_option, token_settings, with_word_ids
@@ -103,15 +104,22 @@ class ServedModel:
         if isinstance(body, CompletionRequest):
             return [prompt if isinstance(prompt, list) else self.encode([prompt])[0] for prompt in body.prompt]
         variables = {name: value for name, value in body.chat_template_kwargs.items() if value is not None}
+        turns, field = [message.turn for message in body.messages], "messages"
         try:
-            return self.encode([[message.turn for message in body.messages]], variables)
+            return self.encode([turns], variables)
         except RecordError as error:  # the chat template fails
-            raise ApiError(400, f"messages: {error}", "messages") from error
+            with suppress(RecordError):
+                self.encode([turns])
+                field = "chat_template_kwargs"  # without which it does not
+            raise ApiError(400, f"{field}: {error}", field) from error
 
     def _new_tokens(self, prompt: list[int], limit: int | None) -> int:
         """The answer's token limit: that of the request, else the room that is left, up to the server's default. The
-        engine refuses a limit above this room."""
+        engine refuses a limit above this room. Raises ApiError if there is none."""
         room = self.positions - len(prompt)
+        if room < 1:
+            problem = f"with the first token of its answer, more than the {self.positions} positions of a row"
+            raise ApiError(400, f"prompt of {len(prompt)} tokens: {problem}", code=TOO_LONG)
         if limit is None:
             limit = min(self.config.max_new_tokens or DEFAULT_NEW_TOKENS, room)
         elif limit == -1:
