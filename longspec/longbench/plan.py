@@ -144,7 +144,6 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     max_new_tokens = TASKS[options.task].max_new_tokens if options.max_gen_len is None else options.max_gen_len
     filters = {name: value for name, value in options.token_options.items() if name in FILTER_OPTIONS}
     check_sampling(max_new_tokens, options.temperature, options.top_p, options.top_k, **filters)
-    check_drafting(drafting_of(options))
     _check_numbers(options)
     device = choose_device(options.device)
 
@@ -166,9 +165,8 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
     max_positions = min(pair.max_positions or sys.maxsize, position_limit(config))
     longest = max_positions - options.headroom
     prompt = None if options.prompt_file is None else read_prompt(options.prompt_file, options.task)
-    data = options.task, options.data_path_prefix
-    questions = read_questions(*data, config.model_type, tokenizer, chat_format, prompt)
-    selection = select_prompts(options.task, questions, tokenizer, options.test_length, options.min_prompt_len, longest)
+    asked = read_questions(options.task, options.data_path_prefix, config.model_type, tokenizer, chat_format, prompt)
+    selection = select_prompts(options.task, asked, tokenizer, options.test_length, options.min_prompt_len, longest)
     notes.append(selection.describe(options.task, options.min_prompt_len, longest))
     dtype = choose_dtype(options.dtype, config, device)
     plan = EvaluationPlan(
@@ -193,7 +191,8 @@ def make_plan(options: argparse.Namespace) -> EvaluationPlan:
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    """Raise UserError for a number outside its range. `inference.arguments` checks those that `generate` takes."""
+    """Raise UserError for a number outside its range, as far as it depends on no target."""
+    check_drafting(drafting_of(options))
     for name, least in {"test_length": 0, "batch_size": 1, "min_prompt_len": 0, "headroom": 0}.items():
         check_integer(f"--{name}", getattr(options, name), least)
     check_integer("--seed", options.seed, 0, LARGEST_SEED)
