@@ -77,6 +77,8 @@ def main() -> None:
                 stored.append(rows[-1])
                 write_atomically(options.rows, "".join(json.dumps(row) + "\n" for row in stored))
     print(table([row | row["tokens_per_s"] for row in rows], COLUMNS))
+    for key, least in {"over_vanilla": 1.0, "over_best": 0.98}.items():
+        print(f"{key} at least {least:g}: {sum(row[key] >= least for row in rows)} of {len(rows)} cells")
     if options.picture:
         draw_map(rows, options.picture, f"{options.model}, {rows[0]['device']}")
     print_result("auto_map", options, rows=rows)

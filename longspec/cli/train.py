@@ -102,8 +102,9 @@ def plan(config: "TrainConfig", ranks: int | None) -> str:
     from longspec.train.resume import rows_per_step, steps_over
 
     data, files = config.data, data_files(config.data.files)
-    for paths in (files, data_files(config.evaluation.files) if config.evaluation.files else files):
-        first_lines(paths)
+    first_lines(files)
+    if config.evaluation.files:
+        first_lines(data_files(config.evaluation.files))
     size, records = sum(map(os.path.getsize, files)), 0
     lines = [f"data: {size:,} bytes, files: {len(files)}"]
     if size <= COUNTED_BYTES:

@@ -212,8 +212,7 @@ def test_greedy_answers_of_a_server_are_those_of_generate_under_every_change_of_
     with serving(served, method="auto", max_rows=3) as scheduler:
         together = answers(scheduler, requests)
     assert [answer.ids for answer in together] == [alone(served, request) for request in requests]
-    assert set(every_plan) == SERVED_PLANS
-    assert min(every_plan.values()) > 5
+    assert set(every_plan) == SERVED_PLANS and min(every_plan.values()) > 5
     origins = {origin for answer in together for event in answer.events for origin in event.origins}
     assert origins == {"target", "lookup", "draft"}
 

@@ -158,8 +158,7 @@ def test_a_round_makes_the_host_wait_for_nothing_but_its_result(tmp_path: Path) 
         return sum("synchroniz" in str(warning.message) for warning in seen), out.stats.rounds
 
     (few, few_rounds), (many, many_rounds) = waits(10), waits(40)
-    assert many_rounds > few_rounds
-    assert many == few
+    assert many_rounds > few_rounds and many == few
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.1}])

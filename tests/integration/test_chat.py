@@ -77,7 +77,8 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     asked = [turn["content"] for turn in session.turns if turn["role"] == "user"]
     assert asked == ["the text\nof a file\n\na question\nin two lines", "/usr/bin is a folder", "/no_think 1 + 1?"]
     assert "error: /file needs the path of a text file\n" in said(session, "/file")
-    for name, problem in (("none.txt", "cannot be read (No"), ("image.png", "not UTF-8 text"), (".", "not a file")):
+    problems = {"none.txt": "cannot be read (No such file", "image.png": "not UTF-8 text", ".": "not a file"}
+    for name, problem in problems.items():
         assert f"error: /file {tmp_path}/{name}: {problem}" in said(session, f"/file {tmp_path}/{name}")
     for line in ("/clear", "/Quit"):  # one that does not exist is told and not sent
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)

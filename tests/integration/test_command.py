@@ -77,8 +77,7 @@ def test_all_methods_write_vanillas_tokens(tmp_path: Path) -> None:
         if method == "vanilla":
             assert summary["mean_acceptance_length"] == 1
         if method == "magicdec":  # these prompts are shorter than its window, so it drafts what the target says
-            assert summary["mean_acceptance_length"] == 5
-            assert summary["accepted_by_depth"] == [6] * 4
+            assert summary["mean_acceptance_length"] == 5 and summary["accepted_by_depth"] == [6] * 4
     assert all(tokens[method] == tokens["vanilla"] for method in METHODS)
 
 

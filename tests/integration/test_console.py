@@ -66,9 +66,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
     error = invoke(*given, "--output", prompts, "--overwrite", code=1).exception
     assert "is a file of prompts" in str(error) and prompts.read_bytes() == asked
     for other in ("-", "/dev/null", tmp_path):
-        assert f"--output {other}: not a file; leave" in str(invoke(*given, "--output", other, code=1).exception)
-    for name, problem in ((tmp_path, "a folder; give a file"), (prompts, "the command also reads or writes this file")):
-        assert f"--json {name}: {problem}" in str(invoke(*given, "--json", name, code=1).exception)
+        error = invoke(*given, "--output", other, code=1).exception
+        assert str(error) == f"--output {other}: not a file; leave the option out to write to stdout"
+    reads = "the command also reads or writes this file; give another one"
+    for name, problem in ((tmp_path, "a folder; give a file"), (prompts, reads)):
+        assert str(invoke(*given, "--json", name, code=1).exception) == f"--json {name}: {problem}"
     assert lines(cut)[1]["id"] == "p9"
 
 

@@ -172,6 +172,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
         ({"tree_shape": (4, 62)}, "1 to 61"),
         ({"tree_shape": "auto"}, "tree_shape: 'auto'"),
         ({"tree_shape": (60,) * 18}, "tree_shape: 1081 nodes"),
+        ({"tree_nodes": 1}, "tree_nodes: 1; it must be an integer from 2 to 1024"),
         ({"method": "lookup", "gamma": 10**9}, "gamma: 1000000000"),
         ({"temperature": math.nan}, "temperature: nan"),
         ({"temperature": 1e-37}, "temperature: 1e-37"),
@@ -189,6 +190,7 @@ def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
         ({"logit_bias": {3: 101}}, "logit_bias: 101 for token 3; it must be a number from -100 to 100"),
         ({"logit_bias": dict.fromkeys(range(61), 1), "bad_words_ids": [[1]] * 964}, "1025 biases and bans in all"),
         ({"typical_p": 0.0, "temperature": 1.0}, "typical_p: 0.0; it must be from 0 to 1, but not 0"),
+        ({"min_p": 1.5, "temperature": 1.0}, "min_p: 1.5"),
         ({"bad_words_ids": [[]]}, "bad_words_ids: a word of 0 tokens"),
     ],
 )

@@ -250,8 +250,7 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
         for b, count in enumerate(counts.tolist()):
             assert tokens[b, :count].tolist() == truth[b][at[b] + 1 : at[b] + 1 + count]
             at[b] += count
-            assert engine.root[b] == truth[b][at[b]]
-            assert engine.cache.lengths[b] == lengths[b] + at[b]
+            assert engine.root[b] == truth[b][at[b]] and engine.cache.lengths[b] == lengths[b] + at[b]
             check_row(model, engine, oracle, b, torch.cat([prompts[b], torch.tensor(truth[b][: at[b]], device=device)]))
 
 

@@ -81,8 +81,7 @@ def test_every_configuration_has_a_default_folder_of_its_own(pair: Setting, tmp_
     assert len({*folders.values(), folder(line=longer)}) == len(variants) + 1
     attention = "sdpa" if native_library() is None else "native"
     chosen_by_default = ("--attention", attention, "--dtype", "float32", "--max_gen_len", "64")
-    assert folder(*chosen_by_default) == folder()
-    assert not (tmp_path / "outputs").exists()
+    assert folder(*chosen_by_default) == folder() and not (tmp_path / "outputs").exists()
 
 
 def test_results_of_another_run_are_refused_and_kept(

@@ -96,8 +96,7 @@ def test_every_request_is_answered_as_alone(
             assert answer.ids == alone(model, request)
     assert sum(len(answer.ids) for answer in mixed) == snapshot.new_tokens
     if settings.get("method") != "vanilla":
-        assert snapshot.accepted_tokens > 3
-        assert snapshot.decoded_tokens > snapshot.row_rounds
+        assert snapshot.accepted_tokens > 3 and snapshot.decoded_tokens > snapshot.row_rounds
     with serving(model, max_rows=1, **settings) as scheduler:
         for request, answer in zip(requests, mixed, strict=True):
             if request.sampling.temperature > 0:
@@ -140,8 +139,7 @@ def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: f
         fresh = answers(scheduler, [second])[0]
     assert other.ticket.cached_prompt_tokens == 0
     assert vanilla.ticket.cached_prompt_tokens >= len(first.prompt) + len(opening.ids) - 1
-    assert branched.ticket.cached_prompt_tokens == len(first.prompt) - 1
-    assert branched.ids == opening.ids[:5]
+    assert branched.ticket.cached_prompt_tokens == len(first.prompt) - 1 and branched.ids == opening.ids[:5]
     assert [event.tree for event in branched.events] == [event.tree for event in opening.events[: len(branched.events)]]
     assert reused.ids == fresh.ids
     assert [event.tree for event in reused.events] == [event.tree for event in fresh.events]

@@ -38,6 +38,7 @@ def load(*overrides: str) -> Settings:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("evaluation.tasks.lbc={contexts: [1], max_new_tokens: 1}", "evaluation.tasks: no lbc"),
         ("probes={a: {candidates: {b: {}}, rows: [9]}}", "key probes.a: needs candidates, a stage, and rows"),
         ("evaluation.methods=[{name: forest, prompts: 1}]", "no forest; use vanilla"),
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
@@ -48,6 +49,7 @@ def load(*overrides: str) -> Settings:
         ("chat.train=-5", "key chat.train: -5; must be at least 0"),
         ("answers.code.batch_size=0", "key answers.code.batch_size: 0; must be at least 1"),
         ("evaluation.methods=[{name: tree, prompts: 1, tree_shape: [4, 0]}]", r"methods.0.tree_shape.1: 0; must be"),
+        ("prompts.test=0", "key prompts.test: 0; must be at least 1"),
         ("training.stages.stage1.answers=[source]", r"stages.stage1.answers: \[source\] has no held-out text"),
         ("chat.trian=5", "^chat.trian=5: key chat.trian: "),
         ("chat={test: 1]", r"expected ',' or '}', but got ']' in .* line 1, column 9"),

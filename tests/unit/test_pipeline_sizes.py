@@ -123,8 +123,9 @@ def test_a_target_that_cannot_be_trained_for_is_refused(tmp_path: Path, refusal:
     """One that is quantized, one without a chat template, and one with few positions."""
     file, plain = make_chat_target(tmp_path / "target") / "config.json", make_target(tmp_path / "plain")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
-    quantized, short = "is quantized; train the draft for", make_target(tmp_path / "a", max_position_embeddings=1023)
-    for folder, problem in {file.parent: quantized, plain: "no chat template", short: "/a: 1023 positions"}.items():
+    quantized = "is quantized; train the draft for the unquantized weights"
+    short, few = make_target(tmp_path / "short", max_position_embeddings=1023), "1023 positions, fewer than the 1024"
+    for folder, problem in {file.parent: quantized, plain: "has no chat template", short: few}.items():
         assert problem in refusal(command.main, [str(folder), "--yes", "--output_dir", str(tmp_path / "out")])
         assert not (tmp_path / "out").exists()
 
@@ -151,6 +152,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
     [
         ("target=x", "target=x: not an override; the argument TARGET names the target"),
         ("benchmarks=/nope", "config key benchmarks: /nope: no such folder"),
+        ("training.stages.stage1.overrides.foo=1", "config key training.stages.stage1.overrides.foo: no such key"),
         ("training.stages.stage2.overrides.max_steps=null", "stages.stage2.overrides.max_steps: null; omit it"),
         ("training.stages.stage2.overrides.model.window=1", "stages.stage2.overrides.model.window: 1; it must"),
         ("probes.layers.shared.foo=1", "config key probes.layers.shared.foo: no such key"),
@@ -159,6 +161,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
         ("--hours=nan", "error: --hours nan: must be a positive number"),
         ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
         ("--hours=2", "--hours: not with --config, which has all sizes; change them there or by key=value"),
+        ("--contexts=1024", "--contexts: not with --config"),
         ("--evaluate=smollm2-135m", "/drafts/smollm2-135m-instruct/config.json: a draft for a target with"),
         ("--evaluate=target", "/target: holds a target, and no draft; give the .pth file, folder or hub id of a draft"),
     ],

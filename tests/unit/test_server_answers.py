@@ -69,8 +69,7 @@ def test_chunks_have_openais_form_and_the_extension_on_request(client: TestClien
     told = [(token["text"], token["origin"]) for token in round_chunk["longspec"]["tokens"]]
     assert told == [("h", "draft"), ("", "target"), ("é", "target")]
     known = {"texts": ["x", "h", "z"], "parents": tree.parents, "accepted": tree.accepted, "origins": tree.origins}
-    assert round_chunk["longspec"]["tree"] == known
-    assert end["longspec"]["timings"]["decode_s"] == 2
+    assert round_chunk["longspec"]["tree"] == known and end["longspec"]["timings"]["decode_s"] == 2
 
 
 def test_logprobs_are_those_of_the_tokens_that_are_shown(client: TestClient, script: Script) -> None:

@@ -42,6 +42,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
     ("fields", "param", "part"),
     [
         ({"tools": [{}]}, "tools", "not supported"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
         ({"bad_words": [" "]}, "bad_words", "not empty"),
@@ -66,7 +67,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"prompt": [1, -1]}, "prompt", "none of them empty"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt", "the target has"),
         ({"prompt": "a", "logprobs": True}, "logprobs", "Input should be a valid integer"),
-        ({"prompt": [5] * POSITIONS, "max_tokens": 0}, None, "4096 tokens: with the first token of its answer,"),
+        ({"prompt": [5] * POSITIONS, "max_tokens": 0}, None, "4096 tokens: leaves no room for an answer"),
         ({"prompt": [5] * 8, "max_tokens": POSITIONS}, None, "8 tokens + max_tokens 4096: 4104 tokens, more than"),
     ],
 )

@@ -122,6 +122,7 @@ def test_kept_prompts_are_longer_than_the_minimum_and_at_most_the_maximum() -> N
 @pytest.mark.parametrize(
     ("lines", "complaint"),
     [
+        ([record(), '{"input": "x", '], r"lcc\.jsonl, line 2: not a JSON line"),
         ([record(context=7)], r"line 1: field 'context' must be a string"),
         ([""], r"lcc\.jsonl: no record"),
         (None, r"lcc\.jsonl: no such file"),

@@ -118,7 +118,7 @@ class ServedModel:
         engine refuses a limit above this room. Raises ApiError if there is none."""
         room = self.positions - len(prompt)
         if room < 1:
-            problem = f"with the first token of its answer, more than the {self.positions} positions of a row"
+            problem = f"leaves no room for an answer in the {self.positions} positions of a row"
             raise ApiError(400, f"prompt of {len(prompt)} tokens: {problem}", code=TOO_LONG)
         if limit is None:
             limit = min(self.config.max_new_tokens or DEFAULT_NEW_TOKENS, room)
