@@ -11,6 +11,7 @@ picture.
 import argparse
 import gc
 import json
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -22,14 +23,12 @@ from tqdm import tqdm
 
 from benchmarks.engines import read_prompts
 from benchmarks.picture import draw_map
-from benchmarks.tables import print_result, table
+from benchmarks.tables import RowFile, print_result, table
 from longspec.cli.options import PairOptions
 from longspec.cli.pair import LoadedPair, SamplingOptions, open_pair
 from longspec.errors import reports_user_errors
 from longspec.inference.device import device_name
 from longspec.inference.methods import AUTO
-from longspec.pipeline.files import read_jsonl
-from longspec.replacing import write_atomically
 
 FIXED: dict[str, dict[str, Any]] = {
     "vanilla": {"method": "vanilla"},
@@ -53,8 +52,8 @@ def main() -> None:
     options = parse_options()
     prompts = read_prompts(options.prompts)
     run = {name: getattr(options, name) for name in ("model", "draft", "dtype", "tokens", "answers", "most_tokens")}
-    stored = read_jsonl(options.rows) if options.rows else []
-    rows = [row for row in stored if run.items() <= row.items()]
+    kept = RowFile(options.rows, run)
+    rows = kept.rows
     measured = {(row["temperature"], row["context"], row["batch"]) for row in rows}
     cells = [
         (temperature, context, batch)
@@ -71,11 +70,8 @@ def main() -> None:
             chosen = islice(cycle(prompts[context]), batch * max(LEAST_BATCHES, answers // batch))
             speeds = cell_speeds(pair, list(chosen), batch, options.tokens, temperature)
             cell = {"device": device, "temperature": temperature, "context": context, "batch": batch}
-            rows.append(run | cell | speeds)
+            kept.add(cell | speeds)
             tqdm.write(json.dumps(rows[-1]))
-            if options.rows:
-                stored.append(rows[-1])
-                write_atomically(options.rows, "".join(json.dumps(row) + "\n" for row in stored))
     print(table([row | row["tokens_per_s"] for row in rows], COLUMNS))
     for key, least in {"over_vanilla": 1.0, "over_best": 0.98}.items():
         print(f"{key} at least {least:g}: {sum(row[key] >= least for row in rows)} of {len(rows)} cells")
@@ -94,11 +90,13 @@ def cell_speeds(
     batches = [list(prompts[start : start + batch]) for start in range(0, len(prompts), batch)]
     sampling = SamplingOptions(temperature, max_new_tokens=tokens)
     measured: dict[str, list[tuple[int, float]]] = {name: [] for name in METHODS}
+    plans: Counter[str] = Counter()
     for number, own in enumerate([batches[0], *batches]):  # the first one warms up
         for name, settings in METHODS.items():
             stats = pair.generate(own, sampling, eos_token_id=(), seed=SEED + number, **settings).stats
             if number:
                 measured[name].append((stats.decoded_tokens, stats.decode_s))
+                plans.update(stats.rounds_by_plan)
     gc.collect()
     torch.cuda.empty_cache()
     sums = {name: np.array(parts) for name, parts in measured.items()}
@@ -110,7 +108,7 @@ def cell_speeds(
     error = np.std([speed(sums[AUTO][sample]) / speed(sums[best][sample]) for sample in samples])
     error *= (len(batches) / (len(batches) - 1)) ** 0.5
     ratios = {"over_vanilla": speeds[AUTO] / speeds["vanilla"], "over_best": speeds[AUTO] / speeds[best]}
-    return {"tokens_per_s": speeds, "best": best} | ratios | {"error": float(error)}
+    return {"tokens_per_s": speeds, "best": best, "rounds_by_plan": dict(plans)} | ratios | {"error": float(error)}
 
 
 def speed(parts: np.ndarray) -> float:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_runs import ENGINES, RECOMMENDED, Run
-from benchmarks.tables import markdown, print_result
+from benchmarks.tables import RowFile, markdown, print_result
 from longspec.errors import UserError, reports_user_errors
 
 ROOT = Path(__file__).parents[1]
@@ -42,24 +42,36 @@ NEEDS_DRAFT = ("glide",)
 def main() -> None:
     options = parse_options()
     prompts = read_prompts(options.prompts)
-    rows: list[dict[str, Any]] = []
+    run = {name: getattr(options, name) for name in ("target", "draft", "tokens", "concurrent", "dtype")}
+    kept = RowFile(options.rows, run | {"prompts": str(options.prompts)})
+    rows = kept.rows
+    measured = {(row["engine"], row["method"], row["setting"]) for row in rows}
+    for engine, method, setting in [names for names in names_of_rows(options) if names not in measured]:
+        # An engine would look for a draft that it does not use.
+        draft = options.draft if engine == "ours" or method in NEEDS_DRAFT else None
+        shared = (options.target, draft, prompts, options.concurrent, options.tokens, options.dtype)
+        python = options.python.get(engine, sys.executable)
+        result = run_alone(Run(engine, method, setting, *shared), python, options.limit)
+        row = {"engine": engine, "method": method, "setting": setting} | result
+        rows.append(row) if "error" in row else kept.add(row)
+    count_same(rows)
+    for row in rows:
+        row.pop("answers", None)
+    print(table(rows, list(prompts), options.concurrent))
+    print_result("engines", options, rows=rows)
+
+
+def names_of_rows(options: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Engine, method and setting of each row of the table."""
+    names = []
     for engine in options.engines:
         settings = [one for one in options.settings if one == "defaults" or engine in RECOMMENDED]
         for method, setting in product(METHODS[engine], settings):
             if method in NEEDS_DRAFT and options.draft is None:
                 print(f"{engine} {method}: skipped, needs --draft", flush=True)
             elif options.methods is None or method in options.methods:
-                # An engine would look for a draft that it does not use.
-                draft = options.draft if engine == "ours" or method in NEEDS_DRAFT else None
-                shared = (options.target, draft, prompts, options.concurrent, options.tokens, options.dtype)
-                python = options.python.get(engine, sys.executable)
-                result = run_alone(Run(engine, method, setting, *shared), python, options.limit)
-                rows.append({"engine": engine, "method": method, "setting": setting} | result)
-    count_same(rows)
-    for row in rows:
-        row.pop("answers", None)
-    print(table(rows, list(prompts), options.concurrent))
-    print_result("engines", options, rows=rows)
+                names.append((engine, method, setting))
+    return names
 
 
 def run_alone(run: Run, python: str, limit: float) -> dict[str, Any]:
@@ -149,6 +161,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=["defaults", "latency"], default=["defaults", "latency"])
     parser.add_argument("--python", type=named, nargs="*", default=[], help="ENGINE=INTERPRETER")
     parser.add_argument("--limit", type=float, default=900, help="seconds per run")
+    parser.add_argument("--rows", type=Path, help="JSONL file that keeps the rows; an interrupted run goes on")
     options = parser.parse_args()
     options.python = dict(options.python)
     if options.tokens < 2:

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longspec.pipeline.files import read_jsonl
+from longspec.replacing import write_atomically
+
 Result = dict[str, Any]
 """The JSON object that the benchmark prints last."""
 
@@ -68,6 +71,22 @@ def peers_table(peers: Sequence[Result]) -> str:
     """Milliseconds per token of other implementations."""
     rows = [formatted(peer, {"shape": "", "context": "", "name": "", "ms": ".1f"}) for peer in peers]
     return markdown(["shape", "context", "implementation", "ms per token"], rows)
+
+
+class RowFile:
+    """The rows of a benchmark in a JSONL file, so that an interrupted run does not measure them again."""
+
+    def __init__(self, file: Path | None, run: Result) -> None:
+        """file: None keeps nothing. run: entries of all rows of this run; rows with others stay in the file."""
+        self.file, self.run = file, run
+        self.stored = read_jsonl(file) if file else []
+        self.rows = [row for row in self.stored if run.items() <= row.items()]
+
+    def add(self, row: Result) -> None:
+        self.rows.append(self.run | row)
+        self.stored.append(self.rows[-1])
+        if self.file:
+            write_atomically(self.file, "".join(json.dumps(stored) + "\n" for stored in self.stored))
 
 
 def print_result(benchmark: str, options: argparse.Namespace, **results: Any) -> None:
