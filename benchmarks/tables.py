@@ -77,13 +77,13 @@ class RowFile:
     """The rows of a benchmark in a JSONL file, so that an interrupted run does not measure them again."""
 
     def __init__(self, file: Path | None, run: Result) -> None:
-        """file: None keeps nothing. run: entries of all rows of this run; rows with others stay in the file."""
+        """file: None keeps nothing. run: what all rows depend on, as JSON; the rows of other runs stay in the file."""
         self.file, self.run = file, run
         self.stored = read_jsonl(file) if file else []
-        self.rows = [row for row in self.stored if run.items() <= row.items()]
+        self.rows = [row for row in self.stored if row["run"] == run]
 
     def add(self, row: Result) -> None:
-        self.rows.append(self.run | row)
+        self.rows.append({"run": self.run} | row)
         self.stored.append(self.rows[-1])
         if self.file:
             write_atomically(self.file, "".join(json.dumps(stored) + "\n" for stored in self.stored))
