@@ -13,6 +13,7 @@ import numpy as np
 
 from longspec.inference.adaptive.lookup_trace import LookupTrace, TrackedMean
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.row_spread import RowSpread
 from longspec.inference.engine.round_record import RowRound
 
 PRIOR_WEIGHT = 4.0
@@ -72,11 +73,20 @@ class Controller:
       win if the target accepted a node in each of its levels is not probed.
     """
 
-    def __init__(self, plans: Sequence[Plan], time: RoundTime, refill_time: Callable[[], float], rows: int) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        time: RoundTime,
+        refill_time: Callable[[], float],
+        rows: int,
+        left: np.ndarray | None = None,
+    ) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
-        refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows."""
+        refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows. left:
+        see `RowSpread`; None if rows that end get the next requests."""
         self.plans = tuple(plans)
         self.time, self.refill_time = time, refill_time
+        self.spread = None if left is None else RowSpread(left)
         self.played: Counter[Plan] = Counter()
         """Number of observed rounds per plan, of those with an active row."""
         self.trees = [plan for plan in plans if plan.kind == "tree"]
@@ -117,13 +127,15 @@ class Controller:
         self._compared = 0
         """Number of rounds of trees that were learned from."""
 
-    def start(self, row: int, prompt: np.ndarray, first_token: int) -> None:
-        """Make a row active after prefill. prompt: int64 [P]."""
+    def start(self, row: int, prompt: np.ndarray, first_token: int, may_stop: bool = True) -> None:
+        """Make a row active after prefill. prompt: int64 [P]. may_stop: whether its answer may end before its limit."""
         self._learn()  # its tokens are not those of an earlier request on the row
         if len(self.traces) < MOST_TRACED:
             depths = [plan.nodes - 1 for plan in self.lookups]
             self.traces[row] = LookupTrace(depths, prompt, first_token, PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT)
         self.active[row] = True
+        if self.spread is not None:
+            self.spread.may_stop |= may_stop
         self.lengths[row] = len(prompt) + 1
         self.read += len(prompt) + 1
 
@@ -180,8 +192,13 @@ class Controller:
             else:
                 opportunities = self.reaches[smaller].value if self._is_deeper(tree) else 1.0
                 expected[tree] = expected[smaller] + gain * opportunities
+        expected = self._until_the_end(expected)
         times = {plan: self._time(plan) for plan in self.plans}
         return expected, times, max(self.plans, key=lambda plan: expected[plan] / times[plan])
+
+    def _until_the_end(self, expected: dict[Plan, float]) -> dict[Plan, float]:
+        """Tokens per row and round of each plan that count, of `expected` ones per active row."""
+        return expected if self.spread is None else self.spread.until_the_end(expected, self.active)
 
     def _is_deeper(self, tree: Plan) -> bool:
         """Whether a tree has more levels than the largest one that it covers."""
@@ -199,6 +216,8 @@ class Controller:
     def _learn(self) -> None:
         """Learn from the observed rounds: the text, the trees, and the time that a probe has lost."""
         for decision, (rows, tokens, counts, parts) in self._unlearned:
+            if self.spread is not None:
+                self.spread.add(decision.plan.kind, rows[counts > 0], counts[counts > 0])
             text = np.where(self.active[rows], counts, 0)
             self.lengths[rows] += text
             self.read += int(text.sum())
@@ -211,7 +230,8 @@ class Controller:
             self._compared += bool(parts)
             if decision.probe_time:  # what it has lost is known now
                 expected, times, best = self._expected()
-                saved = float(counts[counts > 0].mean()) * times[best] / expected[best]
+                emitted = self._until_the_end({decision.plan: float(counts[counts > 0].mean())})[decision.plan]
+                saved = emitted * times[best] / expected[best]
                 self.lost += decision.probe_time - saved - decision.loss
         self._unlearned.clear()
 

@@ -45,8 +45,8 @@ class Worker:
         """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
-        times = batch.times
-        self.controller = Controller(batch.plans, times, times.refill, batch.max_rows) if batch.plans else None
+        times, left = batch.times, self.backlog.left if prefill_chunk is None else None
+        self.controller = Controller(batch.plans, times, times.refill, batch.max_rows, left) if batch.plans else None
         """Chooses the plans of method "auto"."""
         self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
 
@@ -130,7 +130,7 @@ class Worker:
         if self.in_blocks:
             self.backlog.start(row.index, ticket.request.stop_ids)
         if self.controller is not None and ticket.request.speculate:
-            self.controller.start(row.index, ticket.prompt, ticket.root)
+            self.controller.start(row.index, ticket.prompt, ticket.root, bool(ticket.request.stop_ids))
         if played.fault:
             self._stop_faulty(row, played.fault)
         else:
