@@ -102,9 +102,7 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["vanilla", "tree"])
-def test_every_method_warms_up_before_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_methods_warm_up_before_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """One short call on the longest prompt, with the run's own settings, comes first and leaves no trace."""
     calls = []
 
