@@ -200,9 +200,7 @@ def test_bad_options_are_refused(refused: Refused, options: list[str], complaint
     assert complaint in refused(*options)
 
 
-def test_a_draft_that_cannot_serve_is_refused(
-    refused: Refused, setting: Setting, tmp_path: Path, refusal: Refused
-) -> None:
+def test_an_unfit_draft_is_refused(refused: Refused, setting: Setting, tmp_path: Path, refusal: Refused) -> None:
     """It is not given, its window is too small, or it is fresh."""
     target, data = setting
     state, config = torch.load(draft_of(target)), tiny_config("llama", vocab_size=VOCAB_SIZE)
