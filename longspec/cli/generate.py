@@ -71,7 +71,7 @@ def generate(
     from longspec.ranks.replicas import joined_replicas
     from longspec.signals import StopSignals
 
-    with StopSignals(at_once=True) as stop, ExitStack() as stack:
+    with StopSignals(at_once=True, note="") as stop, ExitStack() as stack:
         stack.enter_context(shared_target(method.tp_size, source.device, stop))
         replicas = stack.enter_context(joined_replicas(method.tp_size))
         output, arguments = options.output, drafting.arguments(method.method, prompts or [])

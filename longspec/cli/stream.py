@@ -51,8 +51,9 @@ class AnswerStream:
             self.console.print(Text(printable(piece), STYLES[origin]), end="", soft_wrap=True)
 
     def note_sigint(self, number: int, frame: FrameType | None) -> None:
-        """A handler of SIGINT: the first one ends the answer before its next token, and a second one immediately."""
-        if self.stopped:
+        """A handler of SIGINT: the first one ends the answer before its next token. A second one, and one while the
+        prompt is read, which can take minutes, end it immediately."""
+        if self.stopped or not self.ids:
             raise KeyboardInterrupt
         self.stopped = True
 

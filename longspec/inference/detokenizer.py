@@ -5,6 +5,9 @@ from typing import Any
 
 REPLACEMENT = "\ufffd"
 """The character that a tokenizer decodes incomplete bytes to."""
+EDGE = 5
+"""Number of tokens that tell whether a run of broken characters goes on: a character's four, which may be one byte
+each, and one more, at which a run of bytes may begin."""
 # A model may have learned escape sequences, which would move the cursor or rename the window.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Translation table that removes terminal control codes from a text."""
@@ -41,6 +44,12 @@ class Detokenizer:
         if token in self._special and not self._decode([token]):
             return ""  # not kept: a long run of them would be decoded again with each token
         self._tokens.append(token)
+        start = self._emitted
+        if len(self._tokens) > start + 2 * EDGE:  # else an endless run would be decoded again with each token
+            # The first tokens, too: some decoders replace all bytes of a run if one of them is invalid.
+            edges = self._tokens[start : start + EDGE] + self._tokens[-EDGE:]
+            if self._decode(edges).endswith(REPLACEMENT):
+                return ""
         text = self.held
         if text.endswith(REPLACEMENT) or not text:
             return ""

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from longspec.errors import UserError
+from longspec.inference.arguments import check_draft_window, check_drafting, check_sampling
+from longspec.inference.methods import Drafting
 from longspec.jobs.job import differences
 from longspec.pipeline.files import OtherSettings, prompts_file, read_jsonl
-from longspec.pipeline.settings import EvaluationSettings, MethodSettings
+from longspec.pipeline.settings import FORCED, EvaluationSettings, MethodSettings
 
 CELL_KEY = ("task", "context", "method", "temperature")
 GRID = ("name", "temperatures", "prompts", "tasks", "contexts")
@@ -62,6 +64,33 @@ def cells(settings: EvaluationSettings, root: Path) -> Iterator[Cell]:
         for temperature in method.temperatures if prompts else ():
             chosen = tuple(prompts[: task.prompts or method.prompts])
             yield Cell(name, context, method, temperature, task.max_new_tokens, chosen)
+
+
+def drafting_of(method: MethodSettings) -> Drafting:
+    """How a method proposes tokens, also those of teacher-forced rounds."""
+    shape = method.tree_shape
+    if method.kind == FORCED:
+        return Drafting(method.drafter, shape, len(shape), "descend")
+    branches = method.lookup_branches
+    return Drafting(method.kind, shape, method.gamma, tree_nodes=method.tree_nodes, lookup_branches=branches)
+
+
+def check_methods(settings: EvaluationSettings, vocab_size: int, window: int) -> None:
+    """Raise UserError for options of a method outside their range, as decoding would after the steps before it.
+
+    vocab_size: the target's. window: the draft's, in tokens.
+    """
+    for method in settings.methods:
+        drafting = drafting_of(method)
+        try:
+            if method.kind == FORCED and drafting.method == "lookup" and set(method.tree_shape) != {1}:
+                raise UserError(f"tree_shape: {method.tree_shape!r}; the drafter lookup needs a chain, as in 1,1,1,1")
+            check_drafting(drafting, vocab_size)
+            check_draft_window(drafting, window)
+            for temperature in method.temperatures:
+                check_sampling(1, temperature, 1.0, 0)
+        except UserError as error:
+            raise UserError(f"config key evaluation.methods, {method.name}.{error}") from error
 
 
 class SampleFile:

@@ -15,14 +15,13 @@ from longspec.inference.answering import Listener, answer_all
 from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.device import choose_device, device_name, versions
 from longspec.inference.generate import make_requests
-from longspec.inference.methods import Drafting
 from longspec.inference.options import WITHOUT_FILE
 from longspec.inference.sampling import row_seed
 from longspec.jobs.job import Count, ResumableJob
 from longspec.models.content import state_digest
 from longspec.models.draft_files import load_draft
 from longspec.models.target_files import position_limit
-from longspec.pipeline.cells import Cell, SampleFile, cells, prompt_digest
+from longspec.pipeline.cells import Cell, SampleFile, cells, drafting_of, prompt_digest
 from longspec.pipeline.files import claim
 from longspec.pipeline.forced import forced_acceptance
 from longspec.pipeline.processes import share_work
@@ -171,8 +170,7 @@ class Decoder:
     ) -> tuple[list[int], dict[str, Any]]:
         """The new tokens, which are those of `longspec.generate`, and figures of their decoding."""
         method, most, answer = cell.method, cell.max_new_tokens, list[int]()
-        options = {name: getattr(method, name) for name in ("tree_shape", "gamma", "tree_nodes", "lookup_branches")}
-        drafting = checked_drafting(self.model, Drafting(method.kind, **options), False)
+        drafting = checked_drafting(self.model, drafting_of(method), False)
         tokens, eos_ids = (min(WARM_UP_TOKENS, most), ()) if warms_up else (most, end_tokens(self.model))
         sampling = cell.temperature, 1.0, 0
         requests = make_requests(self.model, [ids], [row_seed(seed, 0)], WITHOUT_FILE, eos_ids, tokens, *sampling)

@@ -15,9 +15,10 @@ from longspec.errors import UserError
 from longspec.inference.pairs import PAIRS
 from longspec.inference.registry import own_draft
 from longspec.locks import locked
-from longspec.models.draft_files import check_draft
+from longspec.models.draft_files import check_draft, draft_settings
 from longspec.models.families import family_class
 from longspec.pipeline.answers import CHAT, text_is_written, write_text
+from longspec.pipeline.cells import check_methods
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate, evaluation_folder, missing_samples
 from longspec.pipeline.files import OtherSettings, read_jsonl, settings_file
@@ -60,6 +61,7 @@ def draft(options: argparse.Namespace, command: str) -> None:
     settings = _settings(options, root, target, machine)
     if (evaluated := settings.evaluation.draft) is not None:
         check_draft(evaluated, target.config, family_class(target.config, text.path).draft_layer_class)
+        check_methods(settings.evaluation, target.config.vocab_size, draft_settings(evaluated).options.window)
     if settings.chat.train or settings.chat.test:
         user_turn_marks(text.tokenizer)  # or the target cannot write conversations
     fault = _trainer_fault(settings, target, text.path, options.dry_run)

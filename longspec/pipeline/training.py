@@ -15,6 +15,7 @@ from longspec.cli.train import CONFIGS, ROOT, TRAINER
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS
+from longspec.pipeline.cells import check_methods
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.induction import chosen_layer
 from longspec.pipeline.probes import adopted
@@ -75,7 +76,8 @@ def train(name: str, settings: Settings, root: Path) -> None:
 def check_trainer(
     settings: Settings, config: PreTrainedConfig, path: str, given: Mapping[str, Any] | None = None
 ) -> None:
-    """Check the trainer's configuration of every stage and candidate, for a target with `config` at `path`.
+    """Check the trainer's configuration of every stage and candidate, for a target with `config` at `path`, and the
+    methods that measure the draft.
 
     given: values that replace those of the trainer's config, but not those of the settings. Raises UserError with the
     key in the settings.
@@ -103,6 +105,8 @@ def check_trainer(
                     raise UserError("config key max_steps: null; omit it for the number of the key steps")
             except UserError as error:
                 raise UserError(str(error).replace("config key ", f"config key {section}.", 1)) from error
+            if number == 0 and settings.evaluation.draft is None:
+                check_methods(settings.evaluation, config.vocab_size, trained.model.draft_options.window)
 
 
 def _architecture(training: TrainingSettings) -> dict[str, Any]:

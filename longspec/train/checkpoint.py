@@ -13,9 +13,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from longspec.errors import UserError, first_line, os_errors
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, load_draft
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, stated_options
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
@@ -34,6 +35,8 @@ EVALUATION_NAME = "evaluation.json"
 """File in `checkpoint-best` with the metrics of its evaluation."""
 TARGET_NAME = "target.json"
 """File in a saved DeepSpeed state with the sample of the target."""
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+"""Ends of the names of weight files, also of other libraries."""
 
 
 def save_checkpoint(engine: Any, tokenizer: Any, config: TrainConfig, marker: Marker) -> None:
@@ -173,15 +176,12 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool =
     """Write the draft in a run's `last_ds` or `last_2ds` folder. Returns the number of its parameters.
 
     output: a .pth file, a folder for DRAFT_WEIGHTS_NAME, or with `hf` a folder in Hugging Face form, with `int8`
-    in 8 bits. Raises UserError for a damaged checkpoint, for `int8` without `hf`, and for a folder of a target.
+    in 8 bits. Raises UserError for a damaged checkpoint, for `int8` without `hf`, and for a folder of other weights.
     """
     if int8 and not hf:
         raise UserError("--int8: only with --hf")
-    if hf and (output / "config.json").exists():
-        try:
-            load_draft(output)
-        except UserError as error:
-            raise UserError(f"{output}: holds a config.json and no draft; give another folder") from error
+    if hf:
+        _check_replaceable(output)
     draft = read_draft(checkpoint)
     run, target_file = read_config_file(checkpoint / CONFIG_NAME), checkpoint / TARGET_NAME
     sample = read_sample(read_json(target_file), f"{target_file}: ")
@@ -193,6 +193,16 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool =
             file = output if output.suffix == ".pth" else output / DRAFT_WEIGHTS_NAME
             save_draft_file(draft, file, run.model.draft_options, sample)
     return len(draft)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise UserError for a folder with a `config.json` or weights that are not of a draft in Hugging Face form."""
+    config = folder / "config.json"
+    is_draft = config.exists() and bool(stated_options(read_json(config)))
+    own = {DRAFT_WEIGHTS_NAME, *((config.name, SAFE_WEIGHTS_NAME) if is_draft else ())}
+    held = {file.name for file in folder.glob("*") if file == config or file.suffix.lower() in WEIGHT_SUFFIXES}
+    for name in sorted(held - own)[:1]:
+        raise UserError(f"{folder}: holds {name}, which is not of a draft that --hf wrote; give another folder")
 
 
 def locate(config: TrainConfig) -> TrainConfig:

@@ -39,9 +39,7 @@ def tokens(model: GlideMixin, *lengths: int, **settings: object) -> list[list[in
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_rounds_give_the_eager_paths_and_the_targets_own_tokens(
-    tmp_path: Path, family: str, method: str
-) -> None:
+def test_captured_rounds_give_the_eager_paths_and_the_targets_tokens(tmp_path: Path, family: str, method: str) -> None:
     model = make_pair(tmp_path, family).cuda()
     assert make_runner(model, "auto", compiled=True).capturable, "nothing would be captured"
     for lengths in ((1,), (40,), (700, 3, 90), (512, 511, 513, 2)):

@@ -105,12 +105,15 @@ def test_a_conversation_and_a_file_that_do_not_fit_are_told_so(target: Path, tmp
     assert "8 tokens, " in said(session, "hello")
 
 
-def test_an_answer_cannot_control_the_terminal() -> None:
+def test_an_answer_cannot_control_the_terminal_and_ends_at_once_before_its_first_token() -> None:
     tokenizer, console = byte_tokenizer(), terminal()
     stream = AnswerStream(console, tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        stream.note_sigint(signal.SIGINT, None)  # there is nothing to keep
     for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:
         stream.take(0, Tokens([token], ["target"]))
-    assert console.file.getvalue() == "a[2Jb\n"  # type: ignore[attr-defined]
+    stream.note_sigint(signal.SIGINT, None)
+    assert console.file.getvalue() == "a[2Jb\n" and stream.stopped  # type: ignore[attr-defined]
 
 
 def test_lines_from_a_pipe_are_answered_up_to_quit(target: Path) -> None:

@@ -102,9 +102,7 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["vanilla", "tree"])
-def test_every_method_warms_up_before_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_methods_warm_up_before_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """One short call on the longest prompt, with the run's own settings, comes first and leaves no trace."""
     calls = []
 
@@ -202,9 +200,7 @@ def test_bad_options_are_refused(refused: Refused, options: list[str], complaint
     assert complaint in refused(*options)
 
 
-def test_a_draft_that_cannot_serve_is_refused(
-    refused: Refused, setting: Setting, tmp_path: Path, refusal: Refused
-) -> None:
+def test_an_unfit_draft_is_refused(refused: Refused, setting: Setting, tmp_path: Path, refusal: Refused) -> None:
     """It is not given, its window is too small, or it is fresh."""
     target, data = setting
     state, config = torch.load(draft_of(target)), tiny_config("llama", vocab_size=VOCAB_SIZE)

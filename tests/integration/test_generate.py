@@ -144,9 +144,7 @@ def test_eos_is_the_configs_whose_other_options_are_reported(tmp_path: Path, cap
     assert generate(model, row[None], max_new_tokens=10, suppress_tokens=None).new_tokens[0][0] == tokens[0]
 
 
-def test_magicdec_drafts_from_a_constant_view_and_stays_lossless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_magicdec_drafts_from_a_fixed_view_and_stays_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past sink + window the draft differs from the target, so some tokens are refused; the output does not change."""
     assert (magicdec.SINK, magicdec.RECENT) == (32, 1024)
     monkeypatch.setattr(magicdec, "SINK", 4)

@@ -140,9 +140,7 @@ def fit(model: GlideMixin, method: str, warp: dict[str, Any], trials: int) -> fl
     ],
     indirect=["model"],
 )
-def test_three_tokens_follow_the_targets_law(
-    model: GlideMixin, method: str, warp: dict, trials: int, device: str
-) -> None:
+def test_3_tokens_follow_the_targets_law(model: GlideMixin, method: str, warp: dict, trials: int, device: str) -> None:
     """For every row of a batch, whatever the other rows: two prompts of unequal length take turns."""
     assert fit(model.to(device), method, warp, trials) > LEVEL
 

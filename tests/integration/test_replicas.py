@@ -108,9 +108,7 @@ def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Pat
     assert launch.said == [] and "11/11" in launch.stderr
 
 
-def test_a_run_resumes_on_any_number_of_ranks_after_one_was_killed(
-    line: list[str], alone: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_any_number_of_ranks_after_one_is_killed(line: list[str], alone: Path, tmp_path: Path) -> None:
     """The other rank ends with one line. No sample is lost, and no sample is evaluated twice."""
     out = tmp_path / "out"
     # The killed rank has saved its first two samples, as many as a batch has.

@@ -83,9 +83,7 @@ def test_scores_are_those_of_the_target(models: Models, method: str) -> None:
     ],
 )
 @pytest.mark.usefixtures("own_cache")
-def test_every_request_is_answered_as_alone(
-    models: Models, family: str, options: str, settings: Any, ahead: int
-) -> None:
+def test_requests_are_answered_as_alone(models: Models, family: str, options: str, settings: Any, ahead: int) -> None:
     model = models(family, options)
     requests = random_requests(10, VOCAB)
     with serving(model, ahead, max_rows=3, **settings) as scheduler:

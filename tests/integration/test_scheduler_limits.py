@@ -130,9 +130,7 @@ def test_a_failing_callback_or_prefill_ends_its_own_request(model: GlideMixin, m
 
 
 @pytest.mark.parametrize("call", ["assign", "rounds"])
-def test_a_failure_of_the_engine_ends_all_requests(
-    model: GlideMixin, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_failed_engine_ends_all_requests(model: GlideMixin, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Those between queue and row, too."""
 
     def fail(*mode: Any) -> Any:

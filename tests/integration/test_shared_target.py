@@ -145,9 +145,7 @@ TREE = ("--method", "tree", "--tree_shape", "2,3", "--tree_rule", "descend", "--
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "regenerate"])
-def test_filters_and_options_of_trees_reach_the_engine(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_and_tree_options_reach_engines(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printable_pair(tmp_path / "pair")
     greedy = answer(command, tmp_path)
     assert answer(command, tmp_path, temperature="2") != greedy

@@ -28,11 +28,8 @@ from longspec.train.resume import check_same_run
 from longspec.train.shards import MASTERS, Shards, load_plain
 
 
-def test_the_best_so_far_is_read_back_unless_it_cannot_be_compared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The result is -inf if the draft is damaged or was the best on other rows, so that the next evaluation replaces
-    it."""
+def test_the_best_so_far_is_read_back_if_it_can_be_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is -inf if the draft is damaged or was the best on other rows, so that the next evaluation replaces it."""
     config = stored_config(output_dir=str(tmp_path))
     run = Run("one", contents=Contents(held_out=[["here", "abc"]]))
     assert read_best(config, run) == -math.inf and not caplog.text
@@ -132,8 +129,7 @@ def test_checkpoint_folder_as_model_names_target_and_draft(tmp_path: Path) -> No
 
 
 def test_going_on_with_other_settings_is_refused_by_key(tmp_path: Path) -> None:
-    """Settings that change the meaning of earlier steps must stay; those that only change how the run executes may
-    differ."""
+    """Settings that change the meaning of earlier steps must stay; those that only change its execution may differ."""
     (tmp_path / CONFIG_NAME).write_text(to_yaml(stored_config()))
     write_marker(tmp_path, marker(2))
     check_same_run(stored_config(max_steps="9", save_steps="3"), tmp_path, 2, Contents())

@@ -195,10 +195,12 @@ def test_a_record_without_a_prompt_is_named(line: str, problem: str, tmp_path: P
         read_prompts([str(tmp_path / "b.jsonl")])
 
 
+@pytest.mark.parametrize("place", ["longspec.cli.app.app", "longspec.cli.generate.loading"])
 def test_a_signal_that_ends_a_command_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(console, "app", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(sys, "argv", ["longspec", "generate", "hello"])
+    monkeypatch.setattr(place, lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as end:
         console.main()
     assert (end.value.code, capsys.readouterr().err) == (143, "stopped by SIGTERM\n")

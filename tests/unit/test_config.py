@@ -179,9 +179,7 @@ def test_a_wrong_key_or_value_is_named(given: str, key: str, paths: list[str]) -
 
 
 @NEEDS_MUON
-def test_muon_is_refused_where_deepspeed_does_not_train_with_it(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_muon_is_refused_if_deepspeed_does_not_train_with_it(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     muon = [*paths, "optimizer=muon", "model.torch_dtype=bfloat16"]
     assert engine_config(load(TINY, *muon))["optimizer"]["type"] == "Muon"
     offload = "+deepspeed.zero_optimization.offload_optimizer.device=cpu"

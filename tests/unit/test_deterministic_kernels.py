@@ -54,9 +54,7 @@ def random_tree(nodes: int, device: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(70, 96), (200, 640), pytest.param(128, 576, marks=pytest.mark.gpu)])
-def test_products_of_a_row_do_not_depend_on_the_other_rows(
-    rows: int, width: int, dtype: torch.dtype, device: str
-) -> None:
+def test_products_of_a_row_do_not_depend_on_other_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
     """One row, each kind of tile, and several tiles."""
     x = random(300, width, dtype=dtype, device=device)
     weight = random(2 * rows, width, dtype=dtype, device=device, seed=1) / width**0.5

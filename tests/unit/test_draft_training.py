@@ -24,6 +24,7 @@ from longspec.models.llama import LlamaGlide
 from longspec.models.target_files import read_config
 from longspec.models.target_sample import take_sample
 from longspec.ranks.agreement import Termination
+from longspec.replacing import write_atomically
 from longspec.train.checkpoint import read_draft
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import build_pair
@@ -146,12 +147,15 @@ def test_what_contradicts_the_draft_is_one_line(work: Path, capsys: pytest.Captu
     assert with_draft_options(stage, None, None) == stage and read_inputs(stage).draft is not None
 
 
-def test_an_eagle3_draft_has_the_published_form_and_its_own_head(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_eagle3_draft_has_published_form_and_its_own_head(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(configured(work, *EAGLE3, "max_steps=1"), Termination())
-    for name, code in (("target", 1), ("hf", 0)):  # no target is replaced
-        assert CliRunner().invoke(app, ["extract", f"{work}/out/last_ds", f"{work}/{name}", "--hf"]).exit_code == code
+    weights = ("pytorch_model.bin", "consolidated.00.pth", "q4.GGUF", "model-00001-of-00002.safetensors")
+    for name in weights:
+        write_atomically(work / name / name, "", make_folder=True)
+    for name, held in {"target": "config.json", **{name: name for name in weights}, "hf": None, "hf/": None}.items():
+        done = CliRunner().invoke(app, ["extract", f"{work}/out/last_ds", f"{work}/{name}", "--hf"])  # replaces drafts
+        assert str(done.exception).startswith(f"{work}/{name}: holds {held}, which is not of a draft") or held is None
+        assert done.exit_code == (held is not None)
     assert json.loads((work / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
     pair = LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf")
     fresh = LlamaGlide.from_pretrained(work / "target", architecture="eagle3").draft_model

@@ -96,8 +96,7 @@ def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(("family", "window"), [("llama", None), ("qwen2", 8)])
 def test_a_published_draft_decodes_losslessly(tmp_path: Path, family: str, window: int | None) -> None:
-    """Trees, chains and auto, in a ragged batch, give the target's own greedy tokens; sampled rows do not depend on the
-    batch."""
+    """Trees, chains and auto give the target's own greedy tokens in a ragged batch; sampled rows are as alone."""
     model = published_pair(tmp_path, family, window)
     prompts = [random_tokens(2, 21)[0, :3].tolist(), random_tokens(2, 21)[1].tolist()]
     expected = [target_greedy(model, torch.tensor(prompt), 24) for prompt in prompts]

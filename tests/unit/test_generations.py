@@ -174,8 +174,7 @@ def save_twice(output: Path, first: int, run: Run, overwrite: bool = False) -> N
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_rotation_never_pushes_out_the_draft_of_an_earlier_run(overwrite: bool, tmp_path: Path) -> None:
-    """Neither the last drafts nor the best one are removed, unless the user allowed it, and then only after the new
-    run's save."""
+    """The last drafts and the best one are removed only if the user allowed it, and only after the new run's save."""
     save_twice(tmp_path, 19, Run("old"))
     write(tmp_path / BEST[1], 12, run=Run("old"))
     shutil.rmtree(tmp_path / "last_ds")

@@ -257,9 +257,7 @@ def test_without_the_wheels_one_line_says_how_to_get_them(
         choose_pair(SMOLLM2)
 
 
-def test_weights_converted_in_blocks_are_the_files_of_the_whole_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_converted_in_blocks_equal_the_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longspec.models.gguf.BLOCK", 500)
     monkeypatch.setattr("longspec.models.gguf.MAX_SHARD", "60KB")
     original = write_gguf(tmp_path / "tiny.gguf", quantized=True)

@@ -16,6 +16,7 @@ from transformers import Qwen2Config
 from longspec.cli.train import CONFIGS, ROOT
 from longspec.errors import UserError
 from longspec.inference.load_pair import load_pair
+from longspec.models.draft_files import DraftSettings
 from longspec.pipeline import command, evaluation, run
 from longspec.pipeline.cells import cells, prompt_digest
 from longspec.pipeline.estimates import FILE_TOKENS, Estimate, Machine, Target, estimate
@@ -157,6 +158,12 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
         ("training.stages.stage2.overrides.model.window=1", "stages.stage2.overrides.model.window: 1; it must"),
         ("probes.layers.shared.foo=1", "config key probes.layers.shared.foo: no such key"),
         ("probes.layers.candidates.x={model.kv_layers: [99]}", "candidates.x.model.kv_layers: the draft's"),
+        ("evaluation.methods=[{name: seq, prompts: 1, gamma: 600}]", "methods, seq.gamma: 600 levels, but the draft's"),
+        (
+            "evaluation.methods=[{name: tree, prompts: 1, temperatures: [-1]}]",
+            "methods, tree.temperature: -1.0; it must",
+        ),
+        ("evaluation.methods=[{name: forced, prompts: 1, drafter: lookup}]", "lookup needs a chain, as in 1,1,1,1"),
         ("--text=/nope.jsonl", "no data file at '/nope.jsonl'"),
         ("--hours=nan", "error: --hours nan: must be a positive number"),
         ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
@@ -193,7 +200,8 @@ def test_refused_settings_do_not_replace_those_of_the_folder(
     monkeypatch.setattr(run, "steps_of", lambda *given: {"evaluation": partial(evaluation.evaluate, *given)})
     for name, value in (("share_work", measure), ("load_draft", str), ("state_digest", str)):
         monkeypatch.setattr(evaluation, name, value)
-    monkeypatch.setattr(run, "check_draft", lambda *given: None)
+    for name in ("check_draft", "draft_settings"):
+        monkeypatch.setattr(run, name, lambda *given: DraftSettings())
     for draft, message in ("a", "stopped here"), ("b", "draft: other content"), (None, "stopped here"):
         assert message in refusal(command.main, [*line, f"evaluation.draft={draft}"] if draft else line)
     assert measured == ["a", "a"]

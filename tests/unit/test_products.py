@@ -68,9 +68,7 @@ def test_a_split_product_is_the_sum_of_its_parts(
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "width"), [*((10, width) for width in (64, 100, 576, 1536, 2100)), (8, 18944)])
-def test_one_token_is_normalized_in_its_product_or_before(
-    rows: int, width: int, dtype: torch.dtype, device: str
-) -> None:
+def test_a_token_is_normalized_in_its_product_or_before(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
     """Rounded as transformers does; a program that reaches past the last row changes nothing."""
     x, norm = (3 * random(1, 1, width)).to(device, dtype), random(width, seed=1).to(device, dtype)
     weight = (random(rows, width, seed=2) / width**0.5).to(device, dtype)

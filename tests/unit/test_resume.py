@@ -178,9 +178,7 @@ def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
 
 
-def test_a_second_run_is_refused_while_the_first_one_has_the_folder(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_is_refused_while_the_first_has_the_folder(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With and without checkpoints in the folder. The lock ends with the first run."""
     for output in (work / "out", work / "empty"):
         config = configured(work, f"output_dir={output}", "resume=latest", "seed=7")

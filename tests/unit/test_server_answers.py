@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_script import HELLO, TOKENIZER, Script, chat, events, ids, said
 from starlette.testclient import TestClient
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from longspec.inference.detokenizer import REPLACEMENT, Detokenizer
 from longspec.inference.engine.requests import Finished, PromptScores, Timings, Tokens, Tree
@@ -206,3 +208,23 @@ def test_streamed_pieces_are_whole_characters_and_make_up_the_text() -> None:
     assert "".join(pieces) + streamed.held == text + REPLACEMENT
     assert not any(REPLACEMENT in piece for piece in pieces) and "🙂" in pieces and pieces[-1] == ""
     assert len(streamed._tokens) == 2, "special tokens are decoded again with each token"
+
+
+SPLIT = [*ids("a"), *ids("é")[:1] * 900]
+BYTES = Tokenizer(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[]))
+BYTES.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # a broken byte breaks its whole run
+FALLBACK = PreTrainedTokenizerFast(tokenizer_object=BYTES)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens"),
+    [(TOKENIZER, SPLIT), (TOKENIZER, [*SPLIT, *ids("中")]), (FALLBACK, [0xFF, *b"\n" * 900])],
+)
+def test_broken_text_takes_linear_time(tokenizer: Any, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows what may begin a stop string, and is searched when it grows."""
+    answer, decoded, searched = AnswerText(tokenizer, ["ab"]), list[int](), list[int]()
+    decode, unsure, text = answer._detokenizer._decode, answer._unsure, tokenizer.decode(tokens)
+    monkeypatch.setattr(answer._detokenizer, "_decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    monkeypatch.setattr(answer, "_unsure", lambda: searched.append(len(answer._held)) or unsure())
+    assert joined([*(answer.add(Tokens([token], ["draft"])) for token in tokens), answer.end()]) == text
+    assert sum(decoded) < 20 * len(tokens) and sum(searched) < 20 * len(tokens)

@@ -50,9 +50,7 @@ ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
 
 
 @pytest.mark.parametrize(("family", "overrides"), [("llama", ODD_HEADS), ("qwen2", {}), ("qwen3", {}), ("mistral", {})])
-def test_elementwise_kernels_change_no_result(
-    tmp_path: Path, family: str, overrides: dict[str, Any], device: str
-) -> None:
+def test_elementwise_kernels_keep_results(tmp_path: Path, family: str, overrides: dict[str, Any], device: str) -> None:
     """Hidden states of target and draft, the modules that run, and calls by transformers are the same."""
     model: Any = make_pair(tmp_path, family, initializer_range=0.1, num_hidden_layers=2, **overrides).to(device)
     for name, parameter in model.model.named_parameters():
@@ -83,9 +81,7 @@ def test_elementwise_kernels_change_no_result(
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["base", "sinkpi-slicing"])
 @pytest.mark.parametrize(("loss", "kind"), [("ce", "published"), ("mixed", "published"), ("ce", "both")])
-def test_the_host_never_waits_for_the_device_in_a_micro_batch(
-    tmp_path: Path, variant: str, loss: str, kind: str
-) -> None:
+def test_the_host_never_waits_for_a_device_in_a_micro_batch(tmp_path: Path, variant: str, loss: str, kind: str) -> None:
     model: Any = make_pair(tmp_path, dtype=torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     inputs = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}

@@ -149,9 +149,7 @@ CUDA_BACKENDS = ["triton", pytest.param("flash", marks=pytest.mark.skipif(not FL
 @pytest.mark.gpu
 @pytest.mark.parametrize("nodes", [7, 69])
 @pytest.mark.parametrize("backend", CUDA_BACKENDS)
-def test_a_captured_call_follows_lengths_masks_and_keys(
-    backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_calls_follow_lengths_mask_and_keys(backend: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One CUDA graph of all calls, replayed after all inputs have changed, equals eager calls. None of them waits."""
     from longspec.kernels.triton import flash_attention
 

@@ -46,13 +46,17 @@ class AnswerText:
         """The pieces that can be released once these tokens are known."""
         unknown = [None] * len(event.ids)
         known = (event.origins, event.logprobs or unknown, event.alternatives or unknown)
+        may_release = not self._held
         for token, origin, logprob, alternatives in zip(event.ids, *known, strict=True):
             self.tokens += 1
             text = self._detokenizer.add(token)
-            self._held.append(Piece(token, text, origin, logprob, alternatives, self._specials.get(token, "")))
-            if self.stops and self._cut():
+            piece = Piece(token, text, origin, logprob, alternatives, self._specials.get(token, ""))
+            self._held.append(piece)
+            may_release |= bool(piece.matched)
+            if self.stops and piece.matched and self._cut():
                 break  # the round's further tokens are not part of the answer
-        return self._release(self._unsure())
+        # Without new text, what was held may still be the beginning of a stop string.
+        return self._release(self._unsure()) if may_release else []
 
     def end(self) -> list[Piece]:
         """The pieces still held, when no token follows. The last one ends with U+FFFD if its character is cut off."""
