@@ -37,15 +37,12 @@ def align(record, aligners=DEFAULT_ALIGNERS):
 @pytest.mark.parametrize(
     ("record", "kind", "prompt", "answer"),
     [
-        *(
-            ({kind.prompt_field: "a", kind.answer_field: "b"}, kind.name, "a", "b")
-            for kind in KINDS
-            if kind.prompt_field
-        ),
+        *(({prompt: "a", answer: "b"}, name, "a", "b") for name, prompt, answer in KINDS if prompt),
         ({"text": "t"}, "text", None, "t"),
         ({"target": "t"}, "text", None, "t"),
         ({"instruction": "a", "input": "", "output": "b"}, "instruction", "a", "b"),
         ({"instruction": "a", "input": "x", "output": "b"}, "instruction", "a\n\nx", "b"),
+        ({"instruction": "", "input": "x", "output": "b"}, "instruction", "x", "b"),
         ({"instruction": "a", "output": "b", "text": "a b"}, "instruction", "a", "b"),
         ({"source": "", "target": "t"}, "text", None, "t"),
         ({"source": "arxiv", "text": "t"}, "text", None, "t"),
@@ -59,10 +56,11 @@ def test_every_kind_has_the_common_form(record, kind, prompt, answer):
 
 @pytest.mark.parametrize("field", ["messages", "conversation", "conversations"])
 def test_a_conversation_answers_with_its_last_assistant_turn(field):
-    """In the form of OpenAI and in that of ShareGPT."""
+    """In the form of OpenAI, in that of ShareGPT, and in a schema that has the fields of both."""
     expected = [{"role": turn["role"], "content": turn["content"]} for turn in TURNS[:4]]
     names = {"user": "human", "assistant": "gpt", "system": "system"}
-    for turns in (TURNS, [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]):
+    sharegpt = [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]
+    for turns in (TURNS, sharegpt, [{"role": None, "content": None, **turn} for turn in sharegpt]):
         sample = align({field: turns})
         assert (sample["kind"], sample["prompt"], sample["answer"]) == (field, expected, "2")
 
@@ -144,6 +142,7 @@ def test_fields_that_are_ill_typed_or_would_change_the_text_are_refused_by_name(
 def test_ids_are_kept_as_text_or_made_from_the_place():
     assert align({"text": "t", "id": 7})["id"] == "7"
     assert align({"text": "t", "id": None})["id"] == "f.jsonl:3"
+    assert align({"text": "t", "id": "half \ud83d"})["id"] == "half \\ud83d"
     assert align({"text": "t", "_id": "x"}, [add_id_aligner("_id"), common_form_aligner()])["id"] == "x"
 
 
