@@ -217,7 +217,7 @@ def test_a_file_that_changes_after_it_was_digested_is_named(tmp_path):
     [
         (b'{"text": "a"', "not a JSON line"),
         (b'{"text": "\xff"}', "not a JSON line.*utf-8"),
-        (b'["text"]', "must be a JSON object with named fields, not list"),
+        (b'["text"]', "must be a JSON object with named fields, not list; put one JSON object on each"),
         (b"[" * 100_000, "not a JSON line"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_line_that_is_no_object_names_file_and_line(raw, says):
         ({"source": "What?"}, "field 'target' is missing"),
         ({"report": "a", "summary": None}, "field 'summary' is missing or null, and 'report' needs it"),
         ({"problem": "a"}, "field 'qwq' or 'solution' is missing"),
-        ({"source": "code", "body": "x"}, "no text or prompt; the record has body, source; use one of"),
+        ({"source": "code", "body": "x", "id": "f:9"}, "no text or prompt; the record has body, source; use one of"),
         ({}, "the record has none"),
     ],
 )
