@@ -74,9 +74,8 @@ def test_openai_turns_may_be_lists_of_text_parts():
         {"role": "assistant", "content": [{"type": "text", "text": "1"}], "tool_calls": []},
     ]
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}
-    sample = align({"messages": turns})
-    assert sample["prompt"] == [system, user, {"role": "tool", "content": "1", "name": "add"}]
-    assert sample["answer"] == "1"
+    expected = {"prompt": [system, user, {"role": "tool", "content": "1", "name": "add"}], "answer": "1"}
+    assert align({"messages": turns}).items() >= expected.items()
 
 
 QUESTION, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -155,8 +154,7 @@ def test_the_choices_of_a_question_are_no_options_of_its_answer() -> None:
 
 
 def read_all(files) -> list[dict]:
-    lines = (line for chunk in chunks(data_files(files)) for line in read_chunk(**chunk))
-    return [parse_record(*line) for line in lines]
+    return [parse_record(*line) for chunk in chunks(data_files(files)) for line in read_chunk(**chunk)]
 
 
 def test_files_folders_and_patterns_are_found_in_order_or_named(tmp_path, monkeypatch):
