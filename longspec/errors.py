@@ -21,8 +21,14 @@ def os_errors(problem: str, advice: str = "") -> Iterator[None]:
     """Turn an OSError into a UserError: the problem, the operating system's reason in brackets, and what to do."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"{problem} ({error.strerror}){advice and '; '}{advice}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        # torch, tokenizers and safetensors hide the errno in their messages.
+        if not (isinstance(error, OSError) or "inline_container" in str(error) or "(os error " in str(error)):
+            raise
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{problem} ({reason}){advice and '; '}{advice}") from error
 
 
 def first_line(error: BaseException) -> str:

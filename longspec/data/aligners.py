@@ -106,10 +106,13 @@ def _common_form(record: Record) -> Record:
             prompt = text_of(record[kind.prompt_field], kind.prompt_field)
         # Alpaca: `input` is the text that the instruction refers to, and is often empty.
         if kind.name == "instruction" and record.get("input"):
-            prompt = f"{prompt}\n\n{text_of(record['input'], 'input')}"
+            added = text_of(record["input"], "input")
+            prompt = f"{prompt}\n\n{added}" if prompt else added
     if prompt is not None and (opening := _opening(record)):
         prompt = _after_opening(opening, prompt)
     name = str(record["id"] if "id" in record else record[WHERE])
+    # A name only, so a character that UTF-8 cannot encode is written as its escape.
+    name = name.encode(errors="backslashreplace").decode()
     aligned: Record = {"id": name, "kind": kind.name, "prompt": prompt, "answer": answer}
     return aligned | ({"cut": True} if cut else {})
 
@@ -139,8 +142,8 @@ def _turn(turn: object, field: str) -> Turn:
     """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
         raise RecordError(field, f"must be an object with role and content, not {type(turn).__name__}")
-    # OpenAI writes role and content, ShareGPT from and value.
-    is_sharegpt = "from" in turn and "role" not in turn
+    # OpenAI writes role and content, ShareGPT from and value. Merged data sets have null for the other pair.
+    is_sharegpt = turn.get("from") is not None and turn.get("role") is None
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     if (role := text_of(turn.get(role_key), f"{field}.{role_key}")) not in ROLES:
         raise RecordError(f"{field}.{role_key}", f"is '{role}'; use one of {', '.join(ROLES)}")

@@ -130,7 +130,7 @@ def _with_answer(record: Record) -> Record:
         if not (isinstance(turns, list) and turns and isinstance(turns[-1], dict)):
             continue
         # A conversation that ends with the user lacks exactly the answer that the target will write.
-        role = str(turns[-1].get("role", turns[-1].get("from")))
+        role = str(turns[-1].get("role") or turns[-1].get("from"))
         if ROLES.get(role) != "assistant":
             check_sampling(record)
             return {**record, name: [*turns, {"role": "assistant", "content": ""}]}

@@ -77,7 +77,8 @@ def parse_record(path: str, line: int, raw: bytes) -> Record:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}, line {line}: not a JSON line ({error}); put one JSON object on each line") from error
     if not isinstance(record, dict):
-        raise UserError(f"{path}, line {line}: must be a JSON object with named fields, not {type(record).__name__}")
+        problem = f"must be a JSON object with named fields, not {type(record).__name__}"
+        raise UserError(f"{path}, line {line}: {problem}; put one JSON object on each line")
     return {**record, WHERE: f"{path}:{line}"}
 
 
@@ -128,7 +129,8 @@ def record_kind(record: Record) -> Kind:
         if kind.prompt_field in present:
             answers = [other.answer_field for other in KINDS if other.prompt_field == kind.prompt_field]
             raise RecordError("' or '".join(answers), f"is missing or null, and '{kind.prompt_field}' needs it")
-    names = ", ".join(sorted(set(record) - {WHERE})) or "none"
+    # An aligner may have added the id.
+    names = ", ".join(sorted(set(record) - {WHERE, "id"})) or "none"
     forms = dict.fromkeys(" + ".join(filter(None, kind[1:])) for kind in KINDS)
     raise RecordError(None, f"no text or prompt; the record has {names}; use one of: {', '.join(forms)}")
 

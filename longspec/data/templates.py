@@ -37,8 +37,8 @@ TEMPLATE_KINDS = tuple(
     dict.fromkeys(kind.name for kind in KINDS if kind.prompt_field and kind.name not in CONTINUED_KINDS)
 )
 """Kinds of records whose prompt is inserted into a template."""
-
-
+THINK = "<think>"
+"""Opens the reasoning in an answer. The chat templates of some targets write it before each answer."""
 MARK = "\0"
 """Stands for a field's text while a template is checked."""
 
@@ -108,7 +108,18 @@ def render(
             for turn in turns
         ]
     text = conversation_text(turns, family, tokenizer, chat_format, kind) + prefix
-    return text, PLAIN_BREAK + answer if chat_format == "plain" else _after_prefix(answer, prefix)
+    if chat_format == "plain":
+        return text, PLAIN_BREAK + answer
+    return text, _after_prefix(_after_think(answer, text), prefix)
+
+
+def _after_think(answer: str, prompt: str) -> str:
+    """`answer` without the opening of its reasoning if the prompt ends with it. Data sets keep the tag."""
+    # Includes the line break after the tag, and the closing tag of templates that switch reasoning off.
+    opening = prompt[prompt.rfind(THINK) :] if THINK in prompt else ""
+    if answer.startswith(opening):
+        return answer.removeprefix(opening)
+    return answer.removeprefix(THINK) if opening.rstrip() == THINK else answer
 
 
 def _after_prefix(text: str, prefix: str) -> str:

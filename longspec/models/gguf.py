@@ -123,9 +123,13 @@ def _config(model_class: Any, metadata: Mapping[str, Any], tensors: dict[str, An
 
 def _rope(own: Mapping[str, Any], tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """transformers' `rope_parameters`. own: the file's metadata of the architecture. Raises UserError for a scaling
-    that transformers does not have."""
+    that transformers does not have, and for heads that are rotated in part."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(own.get("rope.freq_base", 10000.0))}
-    kind = own.get("rope.scaling.type", "none")
+    factor = own.get("rope.scaling.factor") or own.get("rope.scale_linear")  # the name before August 2023
+    # As in llama.cpp, a factor without a type is of linear scaling.
+    kind = own.get("rope.scaling.type", "linear" if factor else "none")
+    if (rotated := int(own.get("rope.dimension_count", head_dim))) != head_dim:
+        raise UserError(f"rotates {rotated} of the {head_dim} values of a head; supported are targets that rotate all")
     # llama.cpp stores Llama 3.1's scaling as divisors and no settings.
     if ROPE_FACTORS in tensors:
         return rope | _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data), rope["rope_theta"], head_dim)
@@ -133,7 +137,7 @@ def _rope(own: Mapping[str, Any], tensors: dict[str, Any], head_dim: int) -> dic
         return rope
     if kind not in ("linear", "yarn"):
         raise UserError(f"{kind} rotary scaling; supported are linear, yarn and Llama 3.1's")
-    rope |= {"rope_type": kind, "factor": float(own.get("rope.scaling.factor", 1.0))}
+    rope |= {"rope_type": kind, "factor": float(factor or 1.0)}
     if original := own.get("rope.scaling.original_context_length"):
         rope["original_max_position_embeddings"] = int(original)
     return rope

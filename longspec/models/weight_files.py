@@ -35,9 +35,10 @@ def weight_files(source: Path) -> list[Path]:
         if (source / index).is_file():
             with weight_errors(f"{source / index}: not a readable index"):
                 names = sorted(set(json.loads((source / index).read_text())["weight_map"].values()))
-            if absent := [name for name in names if not (source / name).is_file()]:
+                files = [source / name for name in names]
+            if absent := [file.name for file in files if not file.is_file()]:
                 raise UserError(f"{source}: {absent[0]} is missing, although {index} lists it")
-            return [source / name for name in names]
+            return files
     # The parts of a split target are subfolders, so the folder itself has no weights.
     for part in source.glob("mp_0-of-*"):
         world = part.name.rpartition("-")[2]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from longspec.errors import UserError, first_line, os_errors
+from longspec.errors import UserError, os_errors
 from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, stated_options
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
@@ -127,16 +127,12 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
 
 @contextmanager
 def _write_errors(output: Path, step: int) -> Iterator[None]:
-    """Turn errors of a lost or full disk into a UserError. torch and tokenizers hide the errno in their messages."""
-    try:
+    """Turn errors of a lost or full disk into a UserError."""
+    with os_errors(
+        f"{output}: the checkpoint of step {step} could not be written",
+        "earlier checkpoints are kept; free space or repair the folder, then continue with resume=latest",
+    ):
         yield
-    except Exception as error:
-        if not (isinstance(error, OSError) or "inline_container" in str(error) or "(os error " in str(error)):
-            raise
-        raise UserError(
-            f"{output}: the checkpoint of step {step} could not be written ({first_line(error)}); earlier checkpoints "
-            "are kept; free space or repair the folder, then continue with resume=latest"
-        ) from error
 
 
 def gather_draft(model: nn.Module) -> dict[str, Tensor]:

@@ -249,5 +249,7 @@ def test_a_folder_without_a_checkpoint_or_its_tokenizer_is_refused(
     config = json.loads((setting[0] / "config.json").read_text())
     (empty / "config.json").write_text(json.dumps(config))
     assert "no model checkpoint (no model.safetensors" in refused(target=empty)
+    (empty / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": null}}')
+    assert "model.safetensors.index.json: not a readable index" in refused(target=empty)
     (empty / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     assert "the supported families are llama, qwen2" in refused(target=empty)

@@ -79,7 +79,7 @@ def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Pat
     path, texts = tmp_path / "asked.jsonl", []
     for names in (("role", "content", "user", "assistant"), ("from", "value", "human", "gpt")):
         role, content, user, assistant = names
-        turns = [{role: user, content: "Q"}, {role: assistant, content: "A"}]
+        turns = [{"role": None, role: user, content: "Q"}, {"role": None, role: assistant, content: "A"}]
         path.write_text("".join(json.dumps({"conversations": one}) + "\n" for one in (turns[:1], turns)))
         texts += [prompt.turns for prompt in PromptFiles(str(path)).read(0, 2, "llama", None, "published", [])]
     assert texts == [[{"role": "user", "content": "Q"}]] * 4

@@ -39,6 +39,9 @@ def test_the_tokenizers_own_chat_template():
     assert prompt.endswith("[assistant]") and answer == "They rose."
     with pytest.raises(RecordError, match="no tools"):
         render(sample("messages", [{"role": "tool", "content": "x"}], "a"), "llama", tokenizer, "tokenizer")
+    tokenizer.chat_template = TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
+    for answer in ("<think>\nSo.</think>1", "<think>So.</think>1", "So.</think>1"):
+        assert render(sample("prompt", "1?", answer), "llama", tokenizer, "tokenizer")[1] == "So.</think>1"
 
 
 @pytest.mark.parametrize(
@@ -98,9 +101,8 @@ def test_summaries_have_an_instruction_and_llamas_lead_in(kind):
     for family, prefix, answer in (("llama", "Summary:", " They rose."), ("qwen2", "", "They rose.")):
         prompt, learnt = render(sample(kind, text, "They rose."), family, None, "published")
         end = {"llama": "<s>assistant\n", "qwen2": "<|im_start|>assistant\n"}[family] + prefix
-        assert prompt.endswith(end)
+        assert prompt.endswith(end) and learnt == answer
         assert prompt.count(text) == 1 and len(prompt) > len(chat_prompt(text, family, None, "published")) + 40
-        assert learnt == answer
 
 
 def test_pairs_are_asked_one_by_one_each_answer_with_its_lead_in():
