@@ -157,8 +157,7 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     """Paths and texts with characters that are special to Hydra must reach the trainer unchanged."""
     name = load().training.stages[stage].config
     data = tmp_path / "it's a=b, folder" / "data.jsonl"
-    data.parent.mkdir()
-    data.write_text('{"text": "a"}\n')
+    write_atomically(data, '{"text": "a"}\n', make_folder=True)
     overrides = {"data.files": [str(data)], "output_dir": str(tmp_path / "out"), "max_steps": 3}
     overrides |= {"model_name_or_path": "target", "draft_model_name_or_path": None, "variant": "base"}
     templates = {"source": 'a "b"\n{prompt}', "article": "it's{prompt}", "report": "C:\\n{prompt}end\\"}
@@ -174,8 +173,9 @@ def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
     comparison = read_comparison(load_settings(ROOT / "experiments" / "drafts_smollm2.yaml"))
     planned = jobs.planned_jobs(comparison, list(comparison.arms), [1, 0])
     assert all(set(job.after) <= set(planned[:number]) for number, job in enumerate(planned))
-    timed = [f"{job.work} {job.name} {job.seed}" for job in planned if job.alone]
-    assert timed[:3] == ["training glide-last 0", "training eagle3 0", "baselines glide-last 0"] and len(timed) == 8
+    timed, ready = [str(job) for job in planned if job.alone], [job.name for job in planned if not job.after]
+    assert timed[:3] == ["training-glide-last-0", "training-eagle3-0", "baselines-target-0"] and len(timed) == 9
+    assert ready[4:] == ["eagle3-window", "eagle3-muon"] and "training-eagle3-muon-1" not in map(str, planned)
     alone, shared, start = jobs.Job("decoding", "a", 0, alone=True), jobs.Job("forced", "a", 0), jobs.next_start
     after = jobs.Job("forced", "b", 0, after=(alone,))
     assert start([alone, shared], set(), {"4": 1, "7": 2}, 2) == (alone, "7", 2)
