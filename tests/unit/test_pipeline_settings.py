@@ -119,11 +119,11 @@ def test_a_step_runs_on_as_many_gpus_as_divide_its_rows(monkeypatch: pytest.Monk
 
 def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = "{none: {model.kv_layers: []}, two: {model.kv_layers: [2]}, three: {model.kv_layers: [3]}}"
-    target = make_chat_target(tmp_path / "target")
-    settings = load(f"probes={{layers: {{candidates: {candidates}, adopt: true}}}}", f"target={target}")
+    probes = f"probes={{layers: {{candidates: {candidates}, adopt: true}}}}"
+    settings = load(probes, f"target={make_chat_target(tmp_path / 'target')}")
     trained: list[dict[str, Any]] = []
     monkeypatch.setattr(training, "launch_line", lambda config, overrides, ranks: trained.append(overrides))
-    monkeypatch.setattr(training, "launch", lambda *_: 0.0)
+    monkeypatch.setattr(training, "launch", lambda _, folder, steps: (folder / "checkpoint-last").mkdir() or 0.0)
     for name, split in product(("chat", *settings.answers), ("train", "validation")):
         write_atomically(answers_file(tmp_path, name, split), "{}\n", make_folder=True)
     with pytest.raises(UserError, match=r"layers\.json: no such file; stage 1 takes its layers"):
@@ -137,13 +137,13 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
     rows = probe_table(scores).set_index("candidate")
     assert (rows["short"]["two"], rows["short, relative"]["none"]) == ("3.000", "")
     assert rows["short, relative"]["two"].startswith("+71.4% ±")
-    for stage in ("stage1", "stage2"):
+    for stage in ("stage1", "stage2"):  # killed while they save their last step
+        write_atomically(run_folder(tmp_path, 0) / stage / "metrics.jsonl", '{"step": 6000}\n', make_folder=True)
         with pytest.raises(UserError, match=f"{stage}: training ended before its last step"):
             train(stage, settings, tmp_path)
-    first, second = trained
-    assert first["model.kv_layers"] == [3] and "model.kv_layers" not in second
-    assert first["draft_model_name_or_path"] is None
-    given = [Path(second[name]) for name in ("draft_model_name_or_path", "output_dir")]
+    assert "model.kv_layers" not in trained[1]
+    assert (trained[0]["model.kv_layers"], trained[0]["draft_model_name_or_path"]) == ([3], None)
+    given = [Path(trained[1][name]) for name in ("draft_model_name_or_path", "output_dir")]
     assert given == [run_folder(tmp_path, 0) / name for name in ("stage1/checkpoint-last", "stage2")]
     settings.seed, settings.probes, settings.training.choose_layer = 1, {}, True
     write_atomically(layer_file(tmp_path), "[0, 0, 0.1, 0.9, 0]")
