@@ -1,6 +1,6 @@
 """The arms of `experiments.drafts`: their settings, training and measurement."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,15 @@ class Arm:
     """Options of another architecture than GLIDE."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Values of the trainer's configuration for the first stage, by full key."""
+    later_overrides: dict[str, Any] = field(default_factory=dict)
+    """The same for the other stages, which start from a draft."""
     micro_batch: int | None = None
     """Largest number of rows per forward pass in any stage; None for that of the stage."""
     like: str | None = None
     """Arm whose fields above it has, with as many steps as take the seconds of the arm `seconds_of`."""
     seconds_of: str | None = None
+    seeds: int | None = None
+    """Number of seeds that train it, the first ones; None for all."""
 
 
 @dataclass
@@ -52,6 +56,12 @@ class Comparison:
     """Methods that decode with the drafts of the first seed, for the time per round."""
     jobs_per_gpu: int = 1
     """Trainings and teacher-forced measurements that share a GPU. Whatever is timed has a GPU to itself."""
+
+
+def runs(comparison: Comparison, names: Iterable[str], seeds: Iterable[int]) -> Iterator[tuple[int, list[str]]]:
+    """Each seed, in ascending order, and those of the arms that train with it."""
+    for number, seed in enumerate(sorted(set(seeds))):
+        yield seed, [name for name in names if number < (comparison.arms[name].seeds or number + 1)]
 
 
 def read_comparison(settings: Settings) -> Comparison:
@@ -88,12 +98,11 @@ def arm_settings(
     settings: Settings, comparison: Comparison, name: str, seed: int, steps: Sequence[int] = ()
 ) -> Settings:
     """The settings of an arm with a seed. steps: number of steps of each stage; empty keeps those in `settings`."""
-    arm = comparison.arms[name]
-    arm = arm if arm.like is None else comparison.arms[arm.like]
+    arm = comparison.arms[comparison.arms[name].like or name]
     stages = dict(settings.training.stages)
     for number, (key, stage) in enumerate(stages.items()):
         limit = stage.micro_batch if arm.micro_batch is None else min(arm.micro_batch, stage.micro_batch)
-        changes = arm.overrides if number == 0 else {}
+        changes = arm.later_overrides if number else arm.overrides
         own_steps = steps[number] if steps else stage.steps
         stages[key] = replace(stage, micro_batch=limit, steps=own_steps, overrides=stage.overrides | changes)
     training = replace(
@@ -103,10 +112,14 @@ def arm_settings(
     return replace(settings, seed=seed, training=training, evaluation=evaluation, probes={})
 
 
-def with_methods(settings: Settings, methods: list[MethodSettings], draft: Path | None = None) -> Settings:
-    """The settings with other methods, measured with a draft; None for the one that the settings train."""
-    path = None if draft is None else str(draft.absolute())
-    return replace(settings, evaluation=replace(settings.evaluation, methods=methods, draft=path))
+def with_methods(settings: Settings, methods: list[MethodSettings]) -> Settings:
+    """The settings with other methods, measured with the draft that the settings train."""
+    return replace(settings, evaluation=replace(settings.evaluation, methods=methods, draft=None))
+
+
+def baseline_settings(settings: Settings, comparison: Comparison) -> Settings:
+    """The settings of the baselines, which wait for no draft."""
+    return with_methods(replace(settings, training=replace(settings.training, stages={})), comparison.baselines)
 
 
 def arm_folder(root: Path, name: str, seed: int) -> Path:

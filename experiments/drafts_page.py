@@ -9,13 +9,7 @@ import numpy as np
 import pandas
 import torch
 
-from experiments.comparison import (
-    Comparison,
-    arm_folder,
-    baselines_folder,
-    find_trained,
-    seconds_per_step,
-)
+from experiments.comparison import Comparison, arm_folder, baselines_folder, find_trained, seconds_per_step
 from experiments.drafts_verdict import CLEAR, ROUNDS, SPEED, gaps, opening, over_runs, relative
 from longspec.cli.picture import COLORS
 from longspec.inference.memory import slot_bytes
@@ -29,7 +23,7 @@ from longspec.pipeline.evaluation import FACTS, evaluation_folder
 from longspec.pipeline.report import draw_lines, write_tables
 from longspec.pipeline.samples import Figure
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings
-from longspec.pipeline.training import final_draft, run_folder, stage_row
+from longspec.pipeline.training import final_draft, run_folder, stage_facts, stage_row
 from longspec.replacing import write_atomically
 from longspec.untrusted import read_json
 
@@ -72,7 +66,8 @@ def write_results(
         "Memory": ("Of a draft in bf16, at the longest context, batch 1.", memory_table(settings, comparison, root)),
         "Training": (
             "The trainer's evaluation on held-out answers, chains. Milliseconds per step are the median of a training "
-            "that had a GPU to itself; GPU seconds are their product with the steps. All drafts have the same rates.",
+            "that had a GPU to itself; GPU seconds are their product with the steps. The rate is the largest of the "
+            "stage.",
             training_table(settings, comparison, root),
         ),
     }
@@ -130,14 +125,13 @@ def acceptance_table(forced: pandas.DataFrame) -> pandas.DataFrame:
 
 
 def decoding_table(decoded: pandas.DataFrame) -> pandas.DataFrame:
-    """Tokens per round, time per round and speed of each arm and method, by context and temperature."""
-    rows = []
-    decoded = decoded.assign(ms=1000 * decoded["decode_s"])
-    keys = ["arm", "method", "temperature", "context"]
-    for (arm, method, temperature, context), group in decoded.groupby(keys, sort=False):
+    """Tokens per round, time per round and speed of each arm and method, by temperature and context."""
+    rows, order = [], ["temperature", "context"]
+    decoded = decoded.assign(ms=1000 * decoded["decode_s"]).sort_values(order, kind="stable")
+    for (temperature, context, arm, method), group in decoded.groupby([*order, "arm", "method"], sort=False):
         rows.append(
             {
-                **{"draft": arm, "method": method, "T": f"{temperature:g}", "context": context},
+                **{"T": f"{temperature:g}", "context": context, "draft": arm, "method": method},
                 "tokens per round": str(over_runs(group, *ROUNDS)),
                 "ms per round": str(over_runs(group, "ms", "rounds")),
                 "tokens/s": over_runs(group, *SPEED).text(0),
@@ -189,13 +183,16 @@ def training_table(settings: Settings, comparison: Comparison, root: Path) -> pa
             if not stages:
                 continue
             row: dict[str, Any] = {"draft": name, "seeds": len(stages), "stage": stage, "steps": stages[0]["steps"]}
+            used = parts[0][1].training.stages[stage]
+            values = stage_facts(used, 0) | {f"trainer.{key}": value for key, value in used.overrides.items()}
+            row |= {"optimizer": values["trainer.optimizer"], "rate": str(values["trainer.learning_rate"])}
             if speeds is not None:
                 row["ms per step"] = f"{1000 * speeds[number]:.1f}"
                 row["GPU seconds"] = f"{row['steps'] * speeds[number]:.0f}"
             for key, title in (("eval_acceptance_length", "tokens per round"), ("eval_loss", "loss")):
-                values = np.array([one[key] for one in stages], float)
-                error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-                row[title] = Figure(float(values.mean()), float(error), len(values)).text(3)
+                ends = np.array([one[key] for one in stages], float)
+                error = ends.std(ddof=1) / len(ends) ** 0.5 if len(ends) > 1 else float("nan")
+                row[title] = Figure(float(ends.mean()), float(error), len(ends)).text(3)
             rows.append(row)
     return pandas.DataFrame(rows)
 

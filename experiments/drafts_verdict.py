@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pandas
 
-from experiments.comparison import Comparison, arm_folder, baselines_folder, find_trained, with_methods
+from experiments.comparison import (
+    Comparison,
+    arm_folder,
+    baseline_settings,
+    baselines_folder,
+    find_trained,
+    runs,
+    with_methods,
+)
+from longspec.models.draft_layer import GLIDE
 from longspec.pipeline.cells import cells, grid
 from longspec.pipeline.evaluation import missing_samples
 from longspec.pipeline.samples import Figure, pooled, prompt_names, speed_ratio
@@ -59,9 +68,27 @@ def ahead(lines: pandas.DataFrame, by: str, top: str, bottom: str, digits: int) 
     return f"{best} {figures[best].text(digits)}{within}"
 
 
+def against_glide(comparison: Comparison, lines: pandas.DataFrame) -> Iterator[str]:
+    """At each context, whether the best draft of another architecture is ahead of the best one of GLIDE. Arms with the
+    seconds of another one do not count."""
+    kinds = {name: arm.architecture == GLIDE for name, arm in comparison.arms.items() if arm.seconds_of is None}
+    for context, own in lines.groupby("read"):
+        drafts = {str(name): group for name, group in own.groupby("arm") if name in kinds}
+        rates = {name: over_runs(group, *ROUNDS).value for name, group in drafts.items()}
+        best = {kinds[name]: name for name in sorted(rates, key=rates.__getitem__)}
+        if len(best) == 2:
+            ratio = relative(drafts[best[False]], drafts[best[True]], *ROUNDS)
+            place = "ahead of" if ratio.value > 1 else "behind"
+            place = place if abs(ratio.value - 1) > CLEAR * ratio.error else "level with"
+            yield f"at {context} tokens, {best[False]} is **{place}** {best[True]} ({ratio} x)"
+
+
 def opening(comparison: Comparison, forced: pandas.DataFrame, decoded: pandas.DataFrame) -> Iterator[str]:
     """Which draft is ahead at each context, in tokens per round and in tokens/s. The lines are those of
     `drafts_page.all_lines` without loops."""
+    for shape, lines in forced.groupby("shape", sort=False):
+        if parts := list(against_glide(comparison, lines)):
+            yield f"Tokens per round against GLIDE's best draft, same text, T = 0, {shape}: {'; '.join(parts)}."
     for shape, lines in forced.groupby("shape", sort=False):
         leaders = [f"{context} tokens: {ahead(own, 'arm', *ROUNDS, 2)}" for context, own in lines.groupby("read")]
         yield f"Most tokens per round on the same text, T = 0, {shape}. {'; '.join(leaders)}."
@@ -82,8 +109,8 @@ def gaps(settings: Settings, comparison: Comparison, root: Path, seeds: Sequence
     """What a run with these seeds lacks; empty if nothing."""
     lacks: dict[str, list[str]] = {"Not trained": [], "No teacher-forced acceptance": [], "Not decoded": []}
     untrained, unforced, undecoded = lacks.values()
-    for number, seed in enumerate(seeds):
-        for name in comparison.arms:
+    for number, (seed, names) in enumerate(runs(comparison, comparison.arms, seeds)):
+        for name in names:
             label, folder = f"{name} (seed {seed})", arm_folder(root, name, seed)
             if (own := find_trained(settings, comparison, root, name, seed)) is None:
                 untrained.append(label)
@@ -92,7 +119,7 @@ def gaps(settings: Settings, comparison: Comparison, root: Path, seeds: Sequence
                 unforced.append(label)
             if number == 0 and missing_samples(with_methods(own, comparison.decoding), folder):
                 undecoded.append(label)
-    if missing := missing_samples(with_methods(settings, comparison.baselines), baselines_folder(root)):
+    if missing := missing_samples(baseline_settings(settings, comparison), baselines_folder(root)):
         undecoded.append(f"{missing} samples of the baselines")
     lacks["Too few prompts"] = list(few_prompts(settings, comparison, root))
     return " ".join(f"{title}: {', '.join(names)}." for title, names in lacks.items() if names)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ import torch
 from experiments.comparison import (
     Comparison,
     arm_folder,
+    baseline_settings,
     baselines_folder,
     find_trained,
     measure_missing,
     read_comparison,
+    runs,
     timed_arms,
     train_stages,
     trained_settings,
@@ -32,7 +35,6 @@ from longspec.pipeline.evaluation import evaluation_folder, missing_samples
 from longspec.pipeline.files import settings_file
 from longspec.pipeline.processes import LAST_LINES, running
 from longspec.pipeline.settings import Settings, load_settings
-from longspec.pipeline.training import final_draft
 from longspec.signals import StopSignals
 
 TRAINING, BASELINES, DECODING, FORCED = "training", "baselines", "decoding", "forced"
@@ -41,7 +43,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """Work on an arm with a seed."""
+    """Work on an arm, or on the target without a draft, with a seed."""
 
     work: str
     name: str
@@ -56,19 +58,23 @@ class Job:
 
 
 def planned_jobs(comparison: Comparison, names: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """All jobs of some arms in the order in which they start. Those of the first seed come first, so that a run that
-    is stopped early has measured everything with one seed."""
-    first, *others = sorted(set(seeds))
-    timed = tuple(Job(TRAINING, name, first, alone=True) for name in names if name in timed_arms(comparison))
-    trained = {job.name: job for job in timed}
-    for name in names:
-        trained.setdefault(name, Job(TRAINING, name, first, after=timed))
-    baselines = Job(BASELINES, names[0], first, True, tuple(trained.values()))
-    alone = (baselines, *(Job(DECODING, name, first, True, (baselines, trained[name])) for name in names))
-    jobs = [*trained.values(), *alone, *(Job(FORCED, name, first, after=alone) for name in names)]
-    for seed in others:
-        trained = {name: Job(TRAINING, name, seed, after=alone) for name in names}
-        jobs += [*trained.values(), *(Job(FORCED, name, seed, after=(trained[name],)) for name in names)]
+    """All jobs of some arms in the order in which they start. The first seed comes first, so that a run that is stopped
+    early has measured it; jobs that have a GPU to themselves come together, because they wait until one is empty."""
+    (first, _), *others = runs(comparison, names, seeds)
+    timed = [name for name in names if name in timed_arms(comparison)]
+    rest = [name for name in names if name not in timed]
+    trained = {name: Job(TRAINING, name, first, alone=True) for name in timed}
+    equal = tuple(trained.values())
+    trained |= {name: Job(TRAINING, name, first, after=equal if comparison.arms[name].like else ()) for name in rest}
+    baselines = Job(BASELINES, "target", first, alone=True)
+    decoded = {name: Job(DECODING, name, first, True, (job,)) for name, job in trained.items()}
+    jobs = [*equal, baselines, *(decoded[name] for name in timed)]
+    jobs += [*(trained[name] for name in rest), *(decoded[name] for name in rest)]
+    # After the arm's decoding, whose samples are in the same file.
+    jobs += [Job(FORCED, name, first, after=(baselines, decoded[name])) for name in names]
+    for seed, own in others:
+        trained = {name: Job(TRAINING, name, seed, after=(baselines, *decoded.values())) for name in own}
+        jobs += [*trained.values(), *(Job(FORCED, name, seed, after=(trained[name],)) for name in own)]
     return jobs
 
 
@@ -77,16 +83,12 @@ def job_settings(job: Job, settings: Settings, comparison: Comparison, root: Pat
     if job.work == TRAINING:
         own = trained_settings(settings, comparison, root, job.name, job.seed)
         return own, arm_folder(root, job.name, job.seed)
-    # The baselines use no draft, but are measured with one: the first that there is.
-    names = comparison.arms if job.work == BASELINES else [job.name]
-    found = {name: find_trained(settings, comparison, root, name, job.seed) for name in names}
-    for name, trained in found.items():
-        if trained is not None:
-            folder = arm_folder(root, name, job.seed)
-            if job.work == BASELINES:
-                return with_methods(trained, comparison.baselines, final_draft(trained, folder)), baselines_folder(root)
-            return with_methods(trained, comparison.decoding if job.work == DECODING else comparison.forced), folder
-    raise UserError(f"{job}: {', '.join(names)} not trained with seed {job.seed}; see the log of the training")
+    if job.work == BASELINES:
+        return baseline_settings(settings, comparison), baselines_folder(root)
+    if (trained := find_trained(settings, comparison, root, job.name, job.seed)) is None:
+        raise UserError(f"{job}: {job.name} is not trained with seed {job.seed}; see the log of the training")
+    methods = comparison.decoding if job.work == DECODING else comparison.forced
+    return with_methods(trained, methods), arm_folder(root, job.name, job.seed)
 
 
 def is_done(job: Job, settings: Settings, comparison: Comparison, root: Path) -> bool:
@@ -138,7 +140,10 @@ def run_jobs(
                     free[gpu] -= slots
                     started.append(_Started.start(job, root, gpu, slots, stack))
                 if over:
-                    after_each()
+                    try:
+                        after_each()
+                    except Exception:  # the jobs are worth more than a page that is written again
+                        traceback.print_exc()
                 time.sleep(POLL_S)
         except BaseException:
             for one in started:

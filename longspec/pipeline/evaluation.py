@@ -45,8 +45,11 @@ def evaluation_folder(root: Path) -> Path:
     return root / "evaluation"
 
 
-def _draft(settings: Settings, root: Path) -> str:
-    return settings.evaluation.draft or str(final_draft(settings, root))
+def _draft(settings: Settings, root: Path) -> str | None:
+    """The draft of the evaluation; None if no stage trains one, for methods without a draft."""
+    if settings.evaluation.draft or not settings.training.stages:
+        return settings.evaluation.draft
+    return str(final_draft(settings, root))
 
 
 def evaluate(settings: Settings, root: Path) -> None:
@@ -60,13 +63,14 @@ def claim_samples(settings: Settings, root: Path) -> int:
     """Record what all samples of the folder share, and return the number of missing ones. Raises UserError if the draft
     does not exist, OtherSettings for a folder with samples of another draft, target, device or version, of other
     prompts or of other options."""
-    if settings.evaluation.draft is None and not final_draft(settings, root).exists():
-        raise UserError(f"{final_draft(settings, root)}: no such draft; train it first, or set evaluation.draft")
+    draft = _draft(settings, root)
+    if draft and settings.evaluation.draft is None and not Path(draft).exists():
+        raise UserError(f"{draft}: no such draft; train it first, or set evaluation.draft")
     file, missing = evaluation_folder(root) / FACTS, missing_samples(settings, root)
     if missing or file.exists():
         # A complete evaluation can be reported on any device.
         here = {"device": device_name(choose_device(None)), "versions": versions()} if missing else read_json(file)
-        facts = {"draft": state_digest(load_draft(_draft(settings, root))), "target": settings.target}
+        facts = {"draft": draft and state_digest(load_draft(draft)), "target": settings.target}
         # Here and not in the step's processes, whose errors reach this one as an exit code only.
         claim(file, here | facts)
     return missing
@@ -118,8 +122,8 @@ def shortened(ids: list[int], tokens: int | None) -> list[int]:
 class Decoder:
     """Continues prompts with the methods of `longspec.generate` and with FORCED."""
 
-    def __init__(self, target: str, draft: str, device: str | None) -> None:
-        """device: None for the default one."""
+    def __init__(self, target: str, draft: str | None, device: str | None) -> None:
+        """draft: None as for `load_pair`. device: None for the default one."""
         self.text = TargetText.load(target)
         self.model, _ = load_pair(target, draft=draft, device=device)
         self.warmed_up: set[tuple[str, float, int]] = set()

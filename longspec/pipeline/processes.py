@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from longspec.cli.train import ROOT, gpu_options
+from longspec.cli.train import ROOT, TRAINER, gpu_options
 from longspec.cli.train import launch_line as trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
+from longspec.ranks.agreement import ALONE
 from longspec.ranks.replicas import Replicas
 from longspec.signals import deferred_signals, end_with_parent
 from longspec.train.config import quoted
@@ -69,9 +70,11 @@ LAST_LINES = 15
 
 
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
-    """The DeepSpeed command that trains `config` with these overrides on `ranks` ranks, on a free port."""
+    """The command that trains `config` with these overrides on `ranks` ranks: DeepSpeed's, on a free port. One rank
+    needs no launcher, whose two processes import torch first."""
     launcher = [*gpu_options(ranks), "--master_port", str(free_port())]
-    return trainer_line(config, hydra_overrides(overrides), launcher)
+    line = trainer_line(config, hydra_overrides(overrides), launcher)
+    return line if ranks > 1 else [sys.executable, "-u", *line[line.index(str(ROOT / TRAINER)) :]]
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
@@ -96,7 +99,7 @@ def _hydra_value(value: Any) -> str:
 
 def launch(command: list[str], folder: Path, steps: int) -> float:
     """Run a launch command, with FOLDER/log.txt. Returns its seconds. Raises UserError with the log's last lines."""
-    environment = {"OMP_NUM_THREADS": "4"} | os.environ
+    environment = {"OMP_NUM_THREADS": "4"} | os.environ | ALONE  # a launcher sets other values for its ranks
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
     log, metrics = folder / "log.txt", folder / METRICS

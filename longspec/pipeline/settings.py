@@ -178,7 +178,7 @@ class EvaluationSettings:
     tasks: dict[str, TaskSettings] = MISSING
     methods: list[MethodSettings] = MISSING
     draft: str | None = None
-    """File, folder or hub id of the draft; None for the one that the settings train."""
+    """File, folder or hub id of the draft; None for the one that the settings train. Without stages there is none."""
 
 
 @dataclass

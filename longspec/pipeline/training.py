@@ -24,6 +24,7 @@ from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
 from longspec.train.config import compose_config, typed_with_auto
 from longspec.train.config_checks import check
 from longspec.train.config_schema import MODEL_DEFAULTS
+from longspec.train.generations import marker_of
 from longspec.train.inputs import check_fit
 
 CHECKPOINT, FACTS = "checkpoint-last", "settings.json"
@@ -156,9 +157,8 @@ def _divisor(number: int, limit: int) -> int:
 
 
 def is_finished(folder: Path, stage: StageSettings) -> bool:
-    """Whether the last step is done and its checkpoint is saved."""
-    done = read_jsonl(folder / METRICS)[-1:]
-    return bool(done) and done[0]["step"] >= stage.last_step and (folder / CHECKPOINT).is_dir()
+    """Whether the checkpoint of the last step is saved. Its metrics are written before."""
+    return (folder / METRICS).exists() and marker_of(folder / CHECKPOINT).step >= stage.last_step
 
 
 def stage_row(folder: Path, stage: StageSettings) -> dict[str, Any] | None:

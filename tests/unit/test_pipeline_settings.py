@@ -119,11 +119,11 @@ def test_a_step_runs_on_as_many_gpus_as_divide_its_rows(monkeypatch: pytest.Monk
 
 def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = "{none: {model.kv_layers: []}, two: {model.kv_layers: [2]}, three: {model.kv_layers: [3]}}"
-    target = make_chat_target(tmp_path / "target")
-    settings = load(f"probes={{layers: {{candidates: {candidates}, adopt: true}}}}", f"target={target}")
+    probes = f"probes={{layers: {{candidates: {candidates}, adopt: true}}}}"
+    settings = load(probes, f"target={make_chat_target(tmp_path / 'target')}")
     trained: list[dict[str, Any]] = []
     monkeypatch.setattr(training, "launch_line", lambda config, overrides, ranks: trained.append(overrides))
-    monkeypatch.setattr(training, "launch", lambda *_: 0.0)
+    monkeypatch.setattr(training, "launch", lambda _, folder, steps: (folder / "checkpoint-last").mkdir() or 0.0)
     for name, split in product(("chat", *settings.answers), ("train", "validation")):
         write_atomically(answers_file(tmp_path, name, split), "{}\n", make_folder=True)
     with pytest.raises(UserError, match=r"layers\.json: no such file; stage 1 takes its layers"):
@@ -137,13 +137,13 @@ def test_stage_1_takes_the_layer_of_the_best_candidate(tmp_path: Path, monkeypat
     rows = probe_table(scores).set_index("candidate")
     assert (rows["short"]["two"], rows["short, relative"]["none"]) == ("3.000", "")
     assert rows["short, relative"]["two"].startswith("+71.4% ±")
-    for stage in ("stage1", "stage2"):
+    for stage in ("stage1", "stage2"):  # killed while they save their last step
+        write_atomically(run_folder(tmp_path, 0) / stage / "metrics.jsonl", '{"step": 6000}\n', make_folder=True)
         with pytest.raises(UserError, match=f"{stage}: training ended before its last step"):
             train(stage, settings, tmp_path)
-    first, second = trained
-    assert first["model.kv_layers"] == [3] and "model.kv_layers" not in second
-    assert first["draft_model_name_or_path"] is None
-    given = [Path(second[name]) for name in ("draft_model_name_or_path", "output_dir")]
+    assert "model.kv_layers" not in trained[1]
+    assert (trained[0]["model.kv_layers"], trained[0]["draft_model_name_or_path"]) == ([3], None)
+    given = [Path(trained[1][name]) for name in ("draft_model_name_or_path", "output_dir")]
     assert given == [run_folder(tmp_path, 0) / name for name in ("stage1/checkpoint-last", "stage2")]
     settings.seed, settings.probes, settings.training.choose_layer = 1, {}, True
     write_atomically(layer_file(tmp_path), "[0, 0, 0.1, 0.9, 0]")
@@ -157,8 +157,7 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     """Paths and texts with characters that are special to Hydra must reach the trainer unchanged."""
     name = load().training.stages[stage].config
     data = tmp_path / "it's a=b, folder" / "data.jsonl"
-    data.parent.mkdir()
-    data.write_text('{"text": "a"}\n')
+    write_atomically(data, '{"text": "a"}\n', make_folder=True)
     overrides = {"data.files": [str(data)], "output_dir": str(tmp_path / "out"), "max_steps": 3}
     overrides |= {"model_name_or_path": "target", "draft_model_name_or_path": None, "variant": "base"}
     templates = {"source": 'a "b"\n{prompt}', "article": "it's{prompt}", "report": "C:\\n{prompt}end\\"}
@@ -174,8 +173,9 @@ def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
     comparison = read_comparison(load_settings(ROOT / "experiments" / "drafts_smollm2.yaml"))
     planned = jobs.planned_jobs(comparison, list(comparison.arms), [1, 0])
     assert all(set(job.after) <= set(planned[:number]) for number, job in enumerate(planned))
-    timed = [f"{job.work} {job.name} {job.seed}" for job in planned if job.alone]
-    assert timed[:3] == ["training glide-last 0", "training eagle3 0", "baselines glide-last 0"] and len(timed) == 8
+    timed, ready = [str(job) for job in planned if job.alone], [job.name for job in planned if not job.after]
+    assert timed[:3] == ["training-glide-last-0", "training-eagle3-0", "baselines-target-0"] and len(timed) == 9
+    assert ready[4:] == ["eagle3-window", "eagle3-muon"] and "training-eagle3-muon-1" not in map(str, planned)
     alone, shared, start = jobs.Job("decoding", "a", 0, alone=True), jobs.Job("forced", "a", 0), jobs.next_start
     after = jobs.Job("forced", "b", 0, after=(alone,))
     assert start([alone, shared], set(), {"4": 1, "7": 2}, 2) == (alone, "7", 2)
