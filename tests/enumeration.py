@@ -14,8 +14,7 @@ Tokens = tuple[int, ...]
 
 
 class _Coins:
-    """In place of a tensor of uniform numbers, of which single ones are compared with a probability: each comparison
-    is decided."""
+    """In place of a tensor of uniform numbers: each comparison of one with a probability is decided."""
 
     def __init__(self, decide: Callable[[list[float]], int]) -> None:
         self.decide = decide

@@ -13,7 +13,7 @@ from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
-CONVERSION = 2
+CONVERSION = 3
 """Version of the conversion. Folders of other versions are ignored."""
 
 

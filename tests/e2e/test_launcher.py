@@ -122,8 +122,7 @@ def test_a_killed_run_goes_on_bit_for_bit(work: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["throws", pytest.param("dies", marks=pytest.mark.gpu)])
 def test_a_rank_that_ends_ends_them_all(work: Path, fault: str, device: str, tmp_path: Path) -> None:
-    """Over gloo the others hear of it where they wait; over NCCL they do not (see the last test, also for one that
-    dies on a CPU)."""
+    """Over gloo the others hear of it where they wait, over NCCL not (see the last test, also for a death on a CPU)."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     began = time.monotonic()

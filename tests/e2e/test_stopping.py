@@ -165,8 +165,7 @@ def command(target: Path, root: Path, *arguments: str) -> list[str]:
 
 
 def killed(line: list[str], begun: Path, log: Path, whole_group: bool) -> None:
-    """Run a command, and kill it, or it and its launchers, once a file matches a pattern. All other processes that it
-    has started end by themselves."""
+    """Run a command; kill it, or it and its launchers, once a file matches a pattern. Its other processes must end."""
     with log.open("a") as output:
         options = {"cwd": ROOT, "env": launch_environment(), "stdout": output, "stderr": output}
         process = psutil.Popen(line, start_new_session=True, **options)

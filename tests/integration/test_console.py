@@ -75,8 +75,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts:
 
 
 def test_a_prompt_that_cannot_be_read_is_named_before_any_work(target: Path, tmp_path: Path) -> None:
-    """For a token that was added to the tokenizer but not to the target, for any error of the chat template, and for an
-    argument that is not UTF-8."""
+    """For a token added to the tokenizer alone, any error of the chat template, and an argument that is not UTF-8."""
     folder, tokenizer = tmp_path / "target", byte_tokenizer()
     shutil.copytree(target, folder)
     tokenizer.add_tokens(["<note>"])

@@ -96,8 +96,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
 def test_rows_that_are_exchanged_go_on_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any, long: Request, ahead: int
 ) -> None:
-    """The row that gives way is in the middle of its prompt, and is read on in its new place. An exchange copies
-    two layers, then the third."""
+    """The row that gives way is read on in its new place, amid its prompt. An exchange copies two layers, then one."""
     model = pair(tmp_path, options)
     late = Request([2, 6, 3, 3, 5] * 25, 6)
     session = Session(model, 3, ahead, **settings)

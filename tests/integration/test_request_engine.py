@@ -230,8 +230,7 @@ def full_forward_kv(model: GlideMixin, tokens: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @torch.no_grad()
 def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: str) -> None:
-    """After each round: compacted target cache, newest hidden state, draft window, length and root equal those of a
-    fresh start there."""
+    """After each round, compacted cache, newest hidden state, window, length and root are as after a fresh start."""
     model = make_pair(tmp_path, family, options=OPTIONS["both"]).to(device)
     lengths = [1, 40, WINDOW - 6]  # the last row's window wraps around on the way
     generator = torch.Generator().manual_seed(1)

@@ -40,8 +40,7 @@ HEADS = {2: (4, 2), 4: (8, 4)}
 
 
 def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
-    """A random pair of each family: the target whole and split, and its draft. Each draft has other options; that of
-    Qwen3 has a vocabulary list."""
+    """A random pair of each family: target whole and split, and draft. Options differ; one has a vocabulary list."""
     heads, kv_heads = HEADS[ranks]
     options = (PUBLISHED, DraftOptions(kv_layers=(0,), mlp_size=24), DraftOptions(target_feature=True), PUBLISHED)
     pairs = {family: (family, drafted) for family, drafted in zip(families, options, strict=False)}

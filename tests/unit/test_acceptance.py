@@ -234,8 +234,7 @@ class LanguageDraft(LanguageModel):
 def test_drafted_trees_follow_the_law_that_was_integrated(
     shape: Tokens, nodes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50,000 trees of the drafter, whole or of `nodes` selected nodes, against the law of sampling without replacement;
-    chi-square at a level of 1e-6."""
+    """50,000 drafted trees, whole or of `nodes` nodes, against sampling without replacement; chi-square at 1e-6."""
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
     monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
     sampler = row_sampler(1.0, count).drafting()

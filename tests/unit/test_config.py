@@ -62,8 +62,7 @@ def test_every_experiment_composes_and_checks(name: str, paths: list[str]) -> No
 
 
 def test_published_numbers() -> None:
-    """Learning rate, batch size and length of the three published stages. Each stage starts from the draft of the one
-    before, and separate processes tokenize and load."""
+    """Rates, batches, lengths of the published stages. Each starts from the draft before; other processes tokenize."""
     assert {other for name in CONTRACT for other in (name, name.replace("qwq", "llama8b"))} <= set(EXPERIMENTS)
     for variant in ("", "_sinkpi-slicing"):
         stages = [typed(compose_config(EXP, name)) for name in CONTRACT if ("sinkpi" in name) == bool(variant)]

@@ -34,19 +34,24 @@ ByRound = Callable[[int], float]
 class Simulation:
     """Rows of text, part of which repeats the prompt, and a draft whose nodes are accepted with a given probability."""
 
-    def __init__(self, seconds: dict[Plan, float], rows: int, accepted: ByRound, copying: ByRound, seed: int = 0):
-        """accepted, copying: by the round, the draft's probability to be right, and whether the text is a copy."""
+    def __init__(
+        self, seconds: dict[Plan, float], rows: int, accepted: ByRound, copying: ByRound, seed: int = 0, left: int = 0
+    ):
+        """accepted, copying: by the round, the draft's probability to be right, and whether the text is a copy. left:
+        length of the answers, for which the draft is right half as often in odd rows; 0 without an end."""
         self.random = Random(seed)
         self.seconds = seconds
         self.accepted = accepted
         self.copying = copying
         self.texts = [[self.random.randrange(5000) for _ in range(1000)] for _ in range(rows)]
         self.sources: list[int | None] = [None] * rows
-        self.controller = Controller(tuple(seconds), lambda plan, read: seconds[plan], lambda: 0.0, rows)
+        self.left = np.full(rows, left or 10**9)
+        limits = self.left if left else None
+        self.controller = Controller(tuple(seconds), lambda plan, read: seconds[plan], lambda: 0.0, rows, limits)
         self.traces: list[LookupTrace] = []
         for row, text in enumerate(self.texts):
             prompt, first_token = np.array(text), self._token(row, 0)
-            self.controller.start(row, prompt, first_token)
+            self.controller.start(row, prompt, first_token, may_stop=False)
             self.traces.append(LookupTrace((20,), prompt, first_token, 1.0, 1.0))
         self.played: list[tuple[Plan, float, float]] = []
         """Plan, tokens per row and time of each round."""
@@ -56,13 +61,18 @@ class Simulation:
         for _ in range(rounds):
             chosen = self.controller.choose() if plan is None else self.controller.impose(plan)
             self.controller.think()
-            parts = [self._row_round(row, chosen) for row in range(len(self.texts))]
+            rows = np.flatnonzero(self.left > 0)
+            parts = [self._row_round(row, chosen) for row in rows]
             counts = np.array([len(part.tokens) for part in parts])
             tokens = np.array([[*part.tokens, *[-1] * (counts.max() - len(part.tokens))] for part in parts])
-            self.controller.observe(Observed(np.arange(len(parts)), tokens, counts, parts))
-            for trace, part in zip(self.traces, parts, strict=True):
-                trace.extend(part.tokens)
-            assert (own := self.controller).read == own.lengths.sum() and len(own.traces) == min(4, len(parts))
+            self.left[rows] -= counts
+            self.controller.observe(Observed(rows, tokens, counts, parts))
+            for row, part in zip(rows, parts, strict=True):
+                self.traces[row].extend(part.tokens)
+            own = self.controller
+            assert own.read == own.lengths[own.active].sum() and len(own.traces) == sum(own.active[:4])
+            for row in rows[self.left[rows] <= 0]:
+                own.end(row)
             self.played.append((chosen, counts.mean(), self.seconds[chosen]))
 
     def speed(self, first: int = 0) -> float:
@@ -84,7 +94,8 @@ class Simulation:
             misses = False
             for level in range(1, plan.levels + 1):
                 levels += [level] * (1 + int(self.random.expovariate(1 / (2.2 * level - 1.2))))
-                misses |= self.random.random() >= self.accepted(number) or len(levels) > plan.nodes
+                chance = self.accepted(number) / (2 if self.controller.spread and row % 2 else 1)
+                misses |= self.random.random() >= chance or len(levels) > plan.nodes
                 if not misses:
                     ranks.append(len(levels) - 1)
         elif plan.kind == "lookup":
@@ -156,6 +167,14 @@ def test_a_batch_of_short_answers_loses_less_than_2_percent_against_vanilla(rows
     simulation = Simulation(SECONDS[rows], rows, lambda number: accepted, lambda number: False)
     simulation.run(128)
     assert simulation.speed() * SECONDS[rows][VANILLA] > 0.98
+
+
+def test_slow_rows_decide_when_a_batch_ends() -> None:
+    """Trees emit more tokens per time on the average, but take longer for the slower half of the rows."""
+    simulation = Simulation(MANY_ROWS, 32, lambda number: 0.7, lambda number: False, left=200)
+    while (simulation.left > 0).any():
+        simulation.run(1)
+    assert sum(seconds for *_, seconds in simulation.played) < 1.04 * 200 * MANY_ROWS[VANILLA]
 
 
 def test_a_batch_of_many_rows_finds_better_trees_within_300_rounds_of_a_change() -> None:

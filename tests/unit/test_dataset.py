@@ -237,8 +237,7 @@ def test_bad_records_and_settings_are_one_line(build, files, settings, says):
 
 
 def test_tokens_come_from_the_cache_unless_something_changed(build, tmp_path, monkeypatch):
-    """The cache depends on the content of lines, the behavior of the tokenizer, settings and aligners, but not on times
-    or paths."""
+    """The cache depends on the content of lines, the tokenizer, settings and aligners, but not on times or paths."""
 
     def tables():
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "longspec").glob("tokens-*")}

@@ -116,8 +116,7 @@ def test_a_crash_in_keeping_the_best_loses_nothing(act: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("damage", [lambda state: write(state, 4, whole=False), lambda state: state.symlink_to("gone")])
 def test_a_damaged_newest_never_pushes_out_the_whole_older_one(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    """If all states are damaged, or links to a disk that is not mounted, the run must not restart at 0, as it does in
-    an empty folder."""
+    """If all states are damaged or on a disk that is not mounted, the run must not start as in an empty folder."""
     assert find_latest(tmp_path) is None and find_latest(tmp_path / "absent") is None
     damage(tmp_path / "last_ds")
     with pytest.raises(UserError, match="last_ds was not saved whole"):
@@ -148,8 +147,7 @@ def rename(file: Path, one: str, other: str) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A launch that resumes from the older state replaces the damaged one and keeps the newer draft. If both are
-    damaged, the error names both."""
+    """A resume from the older state replaces the damaged one, not the newer draft. Two damaged ones are both named."""
     damage, said = DAMAGES[kind]
     write_pairs(tmp_path, None, 4444, 3333, run=Run("run"))
     damage(tmp_path / "last_ds" / "sub" / "content")

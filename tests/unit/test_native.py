@@ -181,8 +181,7 @@ def test_unknown_and_unsupported_backends_raise_an_error_that_names_them() -> No
 def test_a_gpu_before_ampere_and_one_under_rocm_run_on_torchs_own_kernels(
     device: tuple[Any, str | None], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line says so. device: its capability and the version of ROCm. torch reports an MI300 as a CUDA device of
-    capability 9.4, which is not a Hopper GPU."""
+    """One line says so. device: capability, ROCm version. An MI300 has the capability 9.4, as if a Hopper GPU."""
     gpu, (capability, rocm) = torch.device("cuda"), device
     memories = (warn_once, varlen_flash._torch_has_flash)
     for remembered in memories:

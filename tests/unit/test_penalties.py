@@ -92,8 +92,7 @@ def check_tree(samplings: list[dict[str, Any]], seed: int, kind: PenaltyKind | N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_node_sees_its_rows_text_and_its_own_ancestors(seed: int) -> None:
-    """Random trees of rows with different options, and of one option in all rows; with the operations that they need,
-    and with those of a server."""
+    """Random trees of rows with unlike options, and of one in all; with the needed operations, or a server's."""
     samplings = [sampling_of(options) for options in OPTIONS]
     for kind in (joined_penalties(samplings), served_penalties(samplings)):
         check_tree(OPTIONS, seed, kind)

@@ -217,8 +217,7 @@ FALLBACK = PreTrainedTokenizerFast(tokenizer_object=BYTES)
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "tokens"),
-    [(TOKENIZER, SPLIT), (TOKENIZER, [*SPLIT, *ids("中")]), (FALLBACK, [0xFF, *b"\n" * 900])],
+    ("tokenizer", "tokens"), [(TOKENIZER, SPLIT), (TOKENIZER, [*SPLIT, *ids("中")]), (FALLBACK, [0xFF, *b"\n" * 900])]
 )
 def test_broken_text_takes_linear_time(tokenizer: Any, tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """It follows what may begin a stop string, and is searched when it grows."""

@@ -117,8 +117,7 @@ def test_a_captured_pass_is_the_plain_one(tmp_path: Path, family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("loss", "kind"), [("ce", "published"), ("distill", "published"), ("ce", "both")])
 def test_training_on_captured_passes_is_training(tmp_path: Path, loss: str, kind: str) -> None:
-    """Losses and gradients, step by step, also where the draft reads one pass at several lags, or one begun before,
-    or one was begun for other tokens."""
+    """Losses and gradients by step, also of a pass read at several lags, or begun before, or begun for other tokens."""
     model: Any = make_pair(tmp_path, "llama", torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
     graphs, generator = TargetGraphs(model.run_target, layer_weights=1), torch.Generator().manual_seed(0)

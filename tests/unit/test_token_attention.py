@@ -26,8 +26,7 @@ TILES = Tiles(16, 16, 4, 2)
 def check(
     lengths: list[int], shape: Shape, splits: int, dtype: torch.dtype, device: str, slots: list[int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare the result, the cache and the counters; all slots but those of the prefix hold NaN. Returns the result
-    and the cache."""
+    """Compare result, cache and counters; all slots but those of the prefix hold NaN. Returns result and cache."""
     kv_heads, group, head_dim, with_norms = shape
     batch, capacity = len(lengths), max(lengths) + 5
     keys = torch.full((batch, kv_heads, capacity, head_dim), torch.nan)
