@@ -4,7 +4,8 @@
 line. Each row is a process of its own, whose errors are shown. `--engines` chooses engines, and `--python sglang=PATH`
 names the interpreter of another environment. Lines of the prompt file hold `{"ids": [...], "context": "1k"}`, the
 shortest context first. The prompts of that context also run concurrently, 4 n of them for n requests, again from the
-first if there are fewer. Answers are greedy and have equal lengths.
+first if there are fewer. Answers are greedy. Single ones have `--tokens` tokens, concurrent ones half as many to one
+and a half times as many, in the same random order for all engines.
 
 tokens/s of one prompt is decoding alone: the time of an answer less that of an answer of one token. tokens/s of n
 concurrent requests is all tokens of 4 n answers over the whole time, n of them at a time. `same` counts the answers
@@ -153,7 +154,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder of the target's weights")
     parser.add_argument("--draft", help="draft of the target; default for this project: its own draft, if it has one")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=192, help="length of each answer")
+    parser.add_argument("--tokens", type=int, default=192, help="length of a single answer")
     parser.add_argument("--concurrent", type=int, nargs="*", default=[8, 32])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))

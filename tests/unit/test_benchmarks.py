@@ -85,16 +85,16 @@ def test_decoding_excludes_the_prompt_and_concurrent_prompts_repeat(monkeypatch:
     now = [0.0]
     batches = []
 
-    def generate(prompts: list[list[int]], tokens: int, requests: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], lengths: list[int], requests: int) -> list[list[int]]:
         assert requests == (1 if len(prompts) == 1 else 3)
-        now[0] += 10 * sum(map(len, prompts)) + tokens
+        now[0] += 10 * sum(map(len, prompts)) + sum(lengths)
         batches.append(prompts)
-        return [[prompt[0]] * tokens for prompt in prompts]
+        return [[prompt[0]] * length for prompt, length in zip(prompts, lengths, strict=True)]
 
     monkeypatch.setattr(engine_runs, "perf_counter", lambda: now[0])
     result = engine_runs.measure(run_of(), generate)
     assert result["single"] == {"chat": 1.0, "4k": 1.0}
-    assert batches[-1] == 6 * [[1, 2], [3]] and result["concurrent"] == {"3": 60 / 185}
+    assert batches[-1] == 6 * [[1, 2], [3]] and result["concurrent"] == {"3": 60 / 240}
     assert [answer[0] for answer in result["answers"]] == [1, 3, 4, *6 * [1, 3]]
     # An engine that drafts from earlier answers has not answered a prompt before it counts.
     assert batches[:4] == [[[2, 1]], [[2, 1]], [[3]], [[3]]]
