@@ -52,10 +52,8 @@ def _run(script: str, arguments: list[str], variables: dict[str, str], stdout: s
 
 
 def exit_code(ranks: list[Rank], timeout_s: float) -> int:
-    """Wait until all ranks have ended by themselves; the exit code of the first one that failed, or 0.
-
-    Raises TimeoutError, with the ranks killed, after `timeout_s` seconds.
-    """
+    """Wait until all ranks have ended by themselves; the exit code of the first one that failed, or 0. Raises
+    TimeoutError, with the ranks killed, after `timeout_s` seconds."""
     code, deadline = 0, time.monotonic() + timeout_s
     running = list(ranks)
     while running:

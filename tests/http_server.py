@@ -29,10 +29,8 @@ LIMITS = Limits()
 
 
 def printable_pair(folder: Path) -> GlideMixin:
-    """A random pair, saved in `folder`, whose greedy answers are printable ASCII.
-
-    Its layers add little to the embedding, so the draft often agrees with the target.
-    """
+    """A random pair, saved in `folder`, whose greedy answers are printable ASCII. Its layers add little to the
+    embedding, so the draft often agrees with the target."""
     model, tokenizer = make_pair(folder, vocab_size=VOCAB_SIZE, initializer_range=0.3), chat_tokenizer()
     texts = [tokenizer.decode([token], skip_special_tokens=True) for token in range(VOCAB_SIZE)]
     silent = [token for token, text in enumerate(texts) if not (text and text.isascii() and text.isprintable())]

@@ -93,9 +93,7 @@ def plain_loss(
     loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, head: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Reference of `DraftLoss`: the sum over tokens, from all logits. The hidden state at i predicts label i + 1.
-
-    target_hidden: None for the loss `ce`.
-    """
+    target_hidden: None for the loss `ce`."""
     logits, targets = head(hidden[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
     ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     if target_hidden is None:

@@ -172,10 +172,8 @@ RANKS = 3
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> None:
-    """Each names the lost rank and prints its own stack.
-
-    Before the others are started, the first rank says once that it waits for them.
-    """
+    """Each names the lost rank and prints its own stack. Before the others are started, the first rank says once that
+    it waits for them."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS), "FAULT": fault}
 
     def start(rank: int) -> subprocess.Popen[str]:

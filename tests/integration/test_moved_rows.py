@@ -1,8 +1,10 @@
 """A row that the worker moves goes on as if nothing had happened, and so does the row that gives way."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from pairs import drafted_pair
 from serving import SMALL, alone, ids
 
 from longspec.inference.engine import batch_rows
+from longspec.inference.engine.batch import LEAST_ROUNDS, Batch
 from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
 from longspec.inference.engine.scheduler import Scheduler
 from longspec.models.glide import GlideMixin
@@ -119,3 +122,12 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     unmoved = Session(model, 1, **settings).finish([long])[0]
     assert ids(answers[2]) == ids(unmoved)
     assert [event.tree for event in answers[2]] == [event.tree for event in unmoved]
+
+
+def test_a_smaller_round_is_captured_once_many_rounds_would_fit() -> None:
+    """Before that, the largest size serves all rounds."""
+    batch = Batch.__new__(Batch)
+    runner = SimpleNamespace(capturable=True)
+    vars(batch).update(details=False, runner=runner, sizes=[1, 2, 8], max_rows=8, _covered=Counter())
+    sizes = [batch.size_of_next(size) for size in [8, 2, *[1] * (LEAST_ROUNDS + 1), 2]]
+    assert sizes == [8, 8, *[8] * LEAST_ROUNDS, 1, 8]

@@ -104,10 +104,8 @@ BLOCK = 48
 def make_case(
     lengths: list[int], kv_heads: int, group: int, nodes: int, head_dim: int, parts: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """q, k, v, lengths, mask, outputs and LSEs of the parts.
-
-    All strides differ. Slots that the kernel must not read hold NaN, and so does every third part, which is empty.
-    """
+    """q, k, v, lengths, mask, outputs and LSEs of the parts. All strides differ. Slots that the kernel must not read
+    hold NaN, and so does every third part, which is empty."""
     generator = torch.Generator().manual_seed(nodes + head_dim)
     batch, slots = len(lengths), max(lengths) + nodes + 7
     q = torch.randn(batch, nodes, kv_heads * group, head_dim, generator=generator).transpose(1, 2)

@@ -44,10 +44,8 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str, learn: int = 3) -> None:
-    """`attend(q, k, v)` in fp32 on the device and its gradients equal `expected(q, k, v)` in fp64 on the CPU.
-
-    learn: how many of q, k, v have a gradient.
-    """
+    """`attend(q, k, v)` in fp32 on the device and its gradients equal `expected(q, k, v)` in fp64 on the CPU. learn:
+    how many of q, k, v have a gradient."""
     exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     leaves = [x.clone().to(device).requires_grad_(number < learn) for number, x in enumerate(inputs)]
     truth, got = expected(*exact), attend(*leaves)

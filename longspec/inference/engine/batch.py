@@ -1,6 +1,7 @@
 """The device's side of the engine: a static number of rows, prefill of some of them, and rounds over the first n."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,9 @@ PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
 SCORED_BYTES = 2**26
 """Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
+LEAST_ROUNDS = 32
+"""Rounds of a batch that a smaller size would have covered before that size is captured. A capture takes as long as
+tens of rounds, and the end of most batches has few for each size."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 
@@ -78,11 +82,22 @@ class Batch(BatchRows):
         self.setup = {"warm_up_s": 0.0, "capture_s": 0.0, "measure_s": 0.0}
         """Seconds that the batch has spent on its rounds before they are played."""
         self._rounds: dict[tuple[Mode, int], Round] = {}
+        self._covered: Counter[int] = Counter()
+        """Number of rounds by the smallest size that covers them."""
         self._last_hidden = self.cache.newest_hidden
 
     def size_for(self, rows: int) -> int:
         """The smallest size of a round that covers the first `rows` rows."""
         return next(size for size in self.sizes if size >= rows)
+
+    def size_of_next(self, size: int) -> int:
+        """The size of the next round, if `size` is the smallest one that covers it. The largest size serves all rounds
+        until a smaller one would have covered LEAST_ROUNDS; a server has captured all of them."""
+        self._covered[size] += 1
+        if self.details or not self.runner.capturable:
+            return size
+        used = (other for other in self.sizes if other >= size and self._covered[other] > LEAST_ROUNDS)
+        return next(used, self.max_rows)
 
     @repeated
     def capture(self, usual: Sampling | None = None) -> None:

@@ -139,10 +139,11 @@ class Worker:
     def _launch(self, roster: Roster) -> tuple[Roster, Flight, Plan | None]:
         """Launch a round of the running rows."""
         self.counts.rounds += 1
-        self.batch.times.size, mode = roster.size, roster.mode
+        size, mode = self.batch.size_of_next(roster.size), roster.mode
+        self.batch.times.size = size
         if mode.speculates and self.controller is not None:
             mode = mode._replace(plan=self._choose_plan(self.controller, roster))
-        result = self.batch.play(mode, roster.size)
+        result = self.batch.play(mode, size)
         return roster, Flight(result, mode.report, roster.traced), mode.plan
 
     def _choose_plan(self, controller: Controller, roster: Roster) -> Plan:
