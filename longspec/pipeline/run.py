@@ -94,9 +94,8 @@ def draft(options: argparse.Namespace, command: str) -> None:
             write_draft(settings, root)
         write_page(page, f"A draft for {settings.target}", settings, root, command, {})
     own = settings.evaluation.draft or str(root / "draft")
-    print(f"draft: {own}\nreport: {page}")
-    for name in ("chat", "serve", "bench"):
-        print(shlex.join(["longspec", name, settings.target, "--draft", own]))
+    commands = [shlex.join(["longspec", name, settings.target, "--draft", own]) for name in ("chat", "serve", "bench")]
+    print(f"draft: {own}", f"report: {page}", *commands, sep="\n")
     print(verdict(Samples.of_lines(measured(root))), flush=True)
 
 

@@ -107,12 +107,9 @@ class Controller:
             for number, tree in enumerate(self.trees)
         }
         """The largest tree that each tree covers."""
-        self.gains: dict[Plan, TrackedMean] = {}
+        self.gains = {tree: TrackedMean(self._prior_gain(tree), PRIOR_WEIGHT) for tree in self.trees}
         """Number of tokens that each tree accepts in addition to that one; in rounds that reach its last level, if the
         tree has more levels."""
-        for tree, smaller in self.smaller.items():
-            more = PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
-            self.gains[tree] = TrackedMean(PRIOR_FIRST_TREE if smaller is None else more, PRIOR_WEIGHT)
         self.reaches = {tree: TrackedMean(PRIOR_REACH, PRIOR_WEIGHT) for tree in self.trees}
         """Share of rounds in which the accepted path reaches the last level of each tree."""
 
@@ -199,6 +196,11 @@ class Controller:
     def _until_the_end(self, expected: dict[Plan, float]) -> dict[Plan, float]:
         """Tokens per row and round of each plan that count, of `expected` ones per active row."""
         return expected if self.spread is None else self.spread.until_the_end(expected, self.active)
+
+    def _prior_gain(self, tree: Plan) -> float:
+        if self.smaller[tree] is None:
+            return PRIOR_FIRST_TREE
+        return PRIOR_MORE_LEVELS if self._is_deeper(tree) else PRIOR_MORE_NODES
 
     def _is_deeper(self, tree: Plan) -> bool:
         """Whether a tree has more levels than the largest one that it covers."""
