@@ -97,14 +97,15 @@ def known_ranks(options: LaunchOptions) -> int | None:
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
     """What a run reads and how long it takes, as far as is known without counting tokens. ranks: None if unknown.
-    Raises UserError for data without a record."""
+    Raises UserError for data without a record, and if one of the first lines is none."""
     from longspec.data.lines import data_files, first_lines, text_lines
+    from longspec.data.records import parse_record
     from longspec.train.resume import rows_per_step, steps_over
 
     data, files = config.data, data_files(config.data.files)
-    first_lines(files)
-    if config.evaluation.files:
-        first_lines(data_files(config.evaluation.files))
+    evaluated = data_files(config.evaluation.files) if config.evaluation.files else []
+    for line in [*first_lines(files), *(first_lines(evaluated) if evaluated else [])]:
+        parse_record(*line)
     size, records = sum(map(os.path.getsize, files)), 0
     lines = [f"data: {size:,} bytes, files: {len(files)}"]
     if size <= COUNTED_BYTES:

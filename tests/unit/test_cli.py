@@ -81,6 +81,7 @@ def experiment(tmp_path: Path) -> list[str]:
     """The tiny experiment with a target and a file of five records."""
     make_target(tmp_path / "target", "mistral")
     (tmp_path / "blank.jsonl").write_text(" \n\n")
+    (tmp_path / "array.json").write_text('[{"text": "one"}]\n')
     (tmp_path / "a b.jsonl").write_text('{"text": "one"}\n\n' * 5)
     return ["train", TINY, f"model_name_or_path={tmp_path}/target", f"data.files=[{tmp_path}/a b.jsonl]", "--dry_run"]
 
@@ -94,6 +95,7 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(experiment: l
     for name, wrong, named in (
         (TINY, "max_step=3", "max_step: no such key"),
         (TINY, f"evaluation.files={tmp_path}/blank.jsonl", "blank.jsonl: all lines are blank"),
+        (TINY, f"data.files={tmp_path}/array.json", "array.json, line 1: must be a JSON object with named fields, not list"),
         ("my-model", "seed=3", "config name my-model: no such experiment"),
         (TINY, "draft_model_name_or_path=./none.pth", "./none.pth: no such draft"),
     ):
