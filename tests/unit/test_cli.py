@@ -95,7 +95,7 @@ def test_train_checks_the_configuration_and_prints_the_launch_line(experiment: l
     for name, wrong, named in (
         (TINY, "max_step=3", "max_step: no such key"),
         (TINY, f"evaluation.files={tmp_path}/blank.jsonl", "blank.jsonl: all lines are blank"),
-        (TINY, f"data.files={tmp_path}/array.json", "array.json, line 1: must be a JSON object with named fields, not list"),
+        (TINY, f"data.files={tmp_path}/array.json", "array.json, line 1: must be a JSON object with named fields"),
         ("my-model", "seed=3", "config name my-model: no such experiment"),
         (TINY, "draft_model_name_or_path=./none.pth", "./none.pth: no such draft"),
     ):
