@@ -11,6 +11,7 @@ from longspec.inference.adaptive.controller import Controller, Observed
 from longspec.inference.adaptive.lookup_trace import LookupTrace
 from longspec.inference.adaptive.plan_drafters import LOOKUPS, VANILLA
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.row_spread import RowSpread
 from longspec.inference.engine.round_record import RowRound
 
 TREES = [Plan("tree", nodes, levels) for nodes, levels in ((16, 2), (16, 5), (32, 3), (32, 5), (64, 5))]
@@ -40,14 +41,12 @@ class Simulation:
         """accepted, copying: by the round, the draft's probability to be right, and whether the text is a copy. left:
         length of the answers, for which the draft is right half as often in odd rows; 0 without an end."""
         self.random = Random(seed)
-        self.seconds = seconds
-        self.accepted = accepted
-        self.copying = copying
+        self.seconds, self.accepted, self.copying = seconds, accepted, copying
         self.texts = [[self.random.randrange(5000) for _ in range(1000)] for _ in range(rows)]
         self.sources: list[int | None] = [None] * rows
         self.left = np.full(rows, left or 10**9)
-        limits = self.left if left else None
-        self.controller = Controller(tuple(seconds), lambda plan, read: seconds[plan], lambda: 0.0, rows, limits)
+        spread = RowSpread(self.left) if left else None
+        self.controller = Controller(tuple(seconds), lambda plan, read: seconds[plan], lambda: 0.0, rows, spread)
         self.traces: list[LookupTrace] = []
         for row, text in enumerate(self.texts):
             prompt, first_token = np.array(text), self._token(row, 0)
@@ -62,7 +61,7 @@ class Simulation:
             chosen = self.controller.choose() if plan is None else self.controller.impose(plan)
             self.controller.think()
             rows = np.flatnonzero(self.left > 0)
-            parts = [self._row_round(row, chosen) for row in rows]
+            parts = [self._row_round(row, chosen) for row in rows.tolist()]
             counts = np.array([len(part.tokens) for part in parts])
             tokens = np.array([[*part.tokens, *[-1] * (counts.max() - len(part.tokens))] for part in parts])
             self.left[rows] -= counts

@@ -79,14 +79,14 @@ class Controller:
         time: RoundTime,
         refill_time: Callable[[], float],
         rows: int,
-        left: np.ndarray | None = None,
+        spread: RowSpread | None = None,
     ) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
-        refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows. left:
-        see `RowSpread`; None if rows that end get the next requests."""
+        refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows.
+        spread: None for a server, which always expects further requests."""
         self.plans = tuple(plans)
         self.time, self.refill_time = time, refill_time
-        self.spread = None if left is None else RowSpread(left)
+        self.spread = spread
         self.played: Counter[Plan] = Counter()
         """Number of observed rounds per plan, of those with an active row."""
         self.trees = [plan for plan in plans if plan.kind == "tree"]
@@ -132,7 +132,7 @@ class Controller:
             self.traces[row] = LookupTrace(depths, prompt, first_token, PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT)
         self.active[row] = True
         if self.spread is not None:
-            self.spread.may_stop |= may_stop
+            self.spread.start(row, may_stop)
         self.lengths[row] = len(prompt) + 1
         self.read += len(prompt) + 1
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from longspec.inference.adaptive.controller import Controller, Observed
 from longspec.inference.adaptive.plans import Plan
+from longspec.inference.adaptive.row_spread import RowSpread
 from longspec.inference.cache import fault_message
 from longspec.inference.engine.backlog import Backlog
 from longspec.inference.engine.batch import Batch
@@ -30,8 +31,7 @@ class Worker:
         start together, each on a row of its own. refill, in_blocks: see `EngineSettings`."""
         self.batch, self.rows = batch, rows
         self.in_blocks = in_blocks and (batch.depth == 0 or bool(batch.plans)) and not batch.details
-        self.backlog = Backlog(batch.max_rows)
-        self.clients = Clients()
+        self.backlog, self.clients = Backlog(batch.max_rows), Clients()
         self.counts = self.clients.counts
         self.ahead = 1 if batch.runner.capturable else 0
         """Rounds that are launched before the result of the oldest one is read."""
@@ -45,10 +45,10 @@ class Worker:
         """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
-        times, left = batch.times, self.backlog.left if prefill_chunk is None else None
-        self.controller = Controller(batch.plans, times, times.refill, batch.max_rows, left) if batch.plans else None
-        """Chooses the plans of method "auto"."""
         self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
+        times, spread = batch.times, None if batch.details else RowSpread(self.backlog.left, self.intake.waiting)
+        self.controller = Controller(batch.plans, times, times.refill, batch.max_rows, spread) if batch.plans else None
+        """Chooses the plans of method "auto"."""
 
     def step(self) -> None:
         """Read one chunk of prompts, then play one round. Clients get events before the round if a prompt ended, and
