@@ -30,7 +30,7 @@ SINGLE_PROMPTS = 8
 TURNS = 4
 """Number of prompts per concurrent request. In a single batch, the last rows would run almost alone."""
 SHORTEST, LONGEST = 0.5, 1.5
-"""Lengths of concurrent answers, relative to those of single ones, in equal steps. Of equal lengths, an engine without
+"""Lengths of concurrent answers, relative to those of single ones, in equal steps. With equal ones, an engine without
 drafts would end all requests of a turn at once and read the next prompts together, which real requests do not allow."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 """The example of vLLM's documentation."""
@@ -66,9 +66,9 @@ def ours(run: Run) -> Generate:
         asked = [pair.requests([prompt], own, [0])[0] for prompt, own in zip(prompts, options, strict=True)]
         answers: dict[int, list[int]] = {}
         listener = whole_answers(lambda number, answer, stats: answers.update({number: answer}))
-        # As `longspec.generate` with this batch size.
+        # As `longspec.generate` with this batch size, but in the given order, as in other engines.
         max_rows = requests if requests < len(prompts) else None
-        answer_all(requests=asked, max_rows=max_rows, listener=listener, **pair.decoding())
+        answer_all(requests=asked, max_rows=max_rows, listener=listener, window=1, **pair.decoding())
         return [answers[number] for number in range(len(prompts))]
 
     return generate
@@ -84,7 +84,7 @@ def vllm(run: Run) -> Generate:
     model = LLM(model=run.target, dtype=run.dtype, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
 
     def generate(prompts: list[list[int]], lengths: list[int], requests: int) -> list[list[int]]:
-        # As in LLM.generate.
+        # The kind of output is that of LLM.generate.
         fixed = {"ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
         waiting = list(enumerate(prompts))
         answers: dict[int, list[int]] = {}

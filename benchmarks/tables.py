@@ -80,7 +80,7 @@ class RowFile:
         """file: None keeps nothing. run: what all rows depend on, as JSON; the rows of other runs stay in the file."""
         self.file, self.run = file, run
         self.stored = read_jsonl(file) if file else []
-        self.rows = [row for row in self.stored if row["run"] == run]
+        self.rows = [row for row in self.stored if row.get("run") == run]
 
     def add(self, row: Result) -> None:
         self.rows.append({"run": self.run} | row)

@@ -18,7 +18,8 @@ class UserError(ValueError):
 
 @contextmanager
 def os_errors(problem: str, advice: str = "") -> Iterator[None]:
-    """Turn an OSError into a UserError: the problem, the operating system's reason in brackets, and what to do."""
+    """Turn an OSError, also of a library that hides it, into a UserError: the problem, the reason in brackets, and what
+    to do."""
     try:
         yield
     except UserError:

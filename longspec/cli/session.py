@@ -20,6 +20,7 @@ from longspec.errors import UserError, os_errors
 from longspec.inference.answering import Conversation
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.signals import handled
 
 HELP = """\
@@ -122,7 +123,9 @@ class Session:
         seed = None if self.seed is None else self.seed + len(self.turns) // 2
         seeds = row_seeds(seed, 1, greedy=sampling.temperature == 0)
         (request,) = self.pair.requests([prompt], sampling, seeds)
-        stream = AnswerStream(self.console, self.pair.tokenizer)
+        # A CPU can take minutes for a prompt. A GPU may be capturing, and ranks wait for each other.
+        ends_at_once = self.pair.model.device.type == "cpu" and model_parallel_rank_and_size()[1] == 1
+        stream = AnswerStream(self.console, self.pair.tokenizer, ends_at_once)
         try:
             with handled(signal.SIGINT, stream.note_sigint):
                 try:
@@ -136,7 +139,9 @@ class Session:
             if stream.ids:
                 self.answered.append(stats)
                 self.console.print(f"[dim]{describe([stats])}[/]")
-        except KeyboardInterrupt:  # a second Ctrl-C
+        except KeyboardInterrupt:
+            if not stream.ids:
+                raise
             self.console.print("[dim](stopped)[/]")
         # The part of a stopped answer stays in the conversation; an empty answer is dropped with its question.
         if stream.text:

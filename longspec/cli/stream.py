@@ -22,8 +22,9 @@ LEGEND = (
 class AnswerStream:
     """Prints each token in the color of its origin."""
 
-    def __init__(self, console: Console, tokenizer: Any) -> None:
-        self.console = console
+    def __init__(self, console: Console, tokenizer: Any, ends_at_once: bool = False) -> None:
+        """ends_at_once: whether a SIGINT may interrupt the reading of the prompt."""
+        self.console, self.ends_at_once = console, ends_at_once
         self.text = ""
         """The part of the answer that is generated so far."""
         self.ids: list[int] = []
@@ -51,9 +52,8 @@ class AnswerStream:
             self.console.print(Text(printable(piece), STYLES[origin]), end="", soft_wrap=True)
 
     def note_sigint(self, number: int, frame: FrameType | None) -> None:
-        """A handler of SIGINT: the first one ends the answer before its next token. A second one, and one while the
-        prompt is read, which can take minutes, end it immediately."""
-        if self.stopped or not self.ids:
+        """A handler of SIGINT: the first one ends the answer before its next token, and a second one immediately."""
+        if self.stopped or (self.ends_at_once and not self.ids):
             raise KeyboardInterrupt
         self.stopped = True
 

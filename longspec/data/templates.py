@@ -117,9 +117,10 @@ def _after_think(answer: str, prompt: str) -> str:
     """`answer` without the opening of its reasoning if the prompt ends with it. Data sets keep the tag."""
     # Includes the line break after the tag, and the closing tag of templates that switch reasoning off.
     opening = prompt[prompt.rfind(THINK) :] if THINK in prompt else ""
-    if answer.startswith(opening):
-        return answer.removeprefix(opening)
-    return answer.removeprefix(THINK) if opening.rstrip() == THINK else answer
+    thought = answer.lstrip()
+    if opening and thought.startswith(opening):
+        return thought.removeprefix(opening)
+    return thought.removeprefix(THINK) if opening.rstrip() == THINK and thought.startswith(THINK) else answer
 
 
 def _after_prefix(text: str, prefix: str) -> str:

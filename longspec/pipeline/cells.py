@@ -90,7 +90,8 @@ def check_methods(settings: EvaluationSettings, vocab_size: int, window: int) ->
             for temperature in method.temperatures:
                 check_sampling(1, temperature, 1.0, 0)
         except UserError as error:
-            raise UserError(f"config key evaluation.methods, {method.name}.{error}") from error
+            key = str(error).replace("temperature:", "temperatures:", 1)
+            raise UserError(f"config key evaluation.methods, {method.name}.{key}") from error
 
 
 class SampleFile:

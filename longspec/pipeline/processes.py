@@ -72,7 +72,7 @@ LAST_LINES = 15
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The command that trains `config` with these overrides on `ranks` ranks: DeepSpeed's, on a free port. One rank
     needs no launcher, whose two processes import torch first."""
-    launcher = [*gpu_options(ranks), "--master_port", str(free_port())]
+    launcher = [*gpu_options(ranks), "--master_port", str(free_port())] if ranks > 1 else []
     line = trainer_line(config, hydra_overrides(overrides), launcher)
     return line if ranks > 1 else [sys.executable, "-u", *line[line.index(str(ROOT / TRAINER)) :]]
 

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from longspec.errors import UserError, os_errors
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair, stated_options
+from longspec.models.draft import ARCHITECTURE_KEY
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, draft_of_pair
+from longspec.models.draft_layer import OPTION_KEYS
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.models.target_sample import TargetSample, read_sample
+from longspec.models.weight_files import read_metadata
 from longspec.ranks.agreement import from_rank_zero
 from longspec.train.config import absolute_paths, read_config_file, to_yaml
 from longspec.train.config_schema import CONFIG_NAME, TrainConfig
@@ -193,9 +196,11 @@ def extract_draft(checkpoint: Path, output: Path, hf: bool = False, int8: bool =
 
 def _check_replaceable(folder: Path) -> None:
     """Raise UserError for a folder with a `config.json` or weights that are not of a draft in Hugging Face form."""
-    config = folder / "config.json"
-    is_draft = config.exists() and bool(stated_options(read_json(config)))
-    own = {DRAFT_WEIGHTS_NAME, *((config.name, SAFE_WEIGHTS_NAME) if is_draft else ())}
+    config, weights = folder / "config.json", folder / SAFE_WEIGHTS_NAME
+    # The weights are written first, and name the options, too.
+    stated = read_json(config) if config.exists() else read_metadata(weights) if weights.exists() else {}
+    is_draft = not stated.keys().isdisjoint((ARCHITECTURE_KEY, *OPTION_KEYS.values()))
+    own = {DRAFT_WEIGHTS_NAME, *((config.name, weights.name) if is_draft else ())}
     held = {file.name for file in folder.glob("*") if file == config or file.suffix.lower() in WEIGHT_SUFFIXES}
     for name in sorted(held - own)[:1]:
         raise UserError(f"{folder}: holds {name}, which is not of a draft that --hf wrote; give another folder")

@@ -107,7 +107,7 @@ def test_a_conversation_and_a_file_that_do_not_fit_are_told_so(target: Path, tmp
 
 def test_an_answer_cannot_control_the_terminal_and_ends_at_once_before_its_first_token() -> None:
     tokenizer, console = byte_tokenizer(), terminal()
-    stream = AnswerStream(console, tokenizer)
+    stream = AnswerStream(console, tokenizer, ends_at_once=True)
     with pytest.raises(KeyboardInterrupt):
         stream.note_sigint(signal.SIGINT, None)  # there is nothing to keep
     for token in tokenizer("a\x1b[2J\x07b\n", add_special_tokens=False)["input_ids"]:

@@ -129,5 +129,5 @@ def test_a_smaller_round_is_captured_once_many_rounds_would_fit() -> None:
     batch = Batch.__new__(Batch)
     runner = SimpleNamespace(capturable=True)
     vars(batch).update(details=False, runner=runner, sizes=[1, 2, 8], max_rows=8, _covered=Counter())
-    sizes = [batch.size_of_next(size) for size in [8, 2, *[1] * (LEAST_ROUNDS + 1), 2]]
-    assert sizes == [8, 8, *[8] * LEAST_ROUNDS, 1, 8]
+    sizes = [batch.size_of_next(size) for size in [8, 2, *[1] * (LEAST_ROUNDS + 1)]]
+    assert sizes == [8, 8, *[8] * (LEAST_ROUNDS - 1), 2, 1]

@@ -156,6 +156,8 @@ def test_an_eagle3_draft_has_published_form_and_its_own_head(work: Path, capsys:
         done = CliRunner().invoke(app, ["extract", f"{work}/out/last_ds", f"{work}/{name}", "--hf"])  # replaces drafts
         assert str(done.exception).startswith(f"{work}/{name}: holds {held}, which is not of a draft") or held is None
         assert done.exit_code == (held is not None)
+    (work / "hf/config.json").unlink()  # a kill can leave the weights alone
+    assert CliRunner().invoke(app, ["extract", f"{work}/out/last_ds", f"{work}/hf", "--hf"]).exit_code == 0
     assert json.loads((work / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
     pair = LlamaGlide.from_pretrained(work / "target", glide_path=work / "hf")
     fresh = LlamaGlide.from_pretrained(work / "target", architecture="eagle3").draft_model

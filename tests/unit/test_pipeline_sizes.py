@@ -161,7 +161,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
         ("evaluation.methods=[{name: seq, prompts: 1, gamma: 600}]", "methods, seq.gamma: 600 levels, but the draft's"),
         (
             "evaluation.methods=[{name: tree, prompts: 1, temperatures: [-1]}]",
-            "methods, tree.temperature: -1.0; it must",
+            "methods, tree.temperatures: -1.0; it must",
         ),
         ("evaluation.methods=[{name: forced, prompts: 1, drafter: lookup}]", "lookup needs a chain, as in 1,1,1,1"),
         ("--text=/nope.jsonl", "no data file at '/nope.jsonl'"),

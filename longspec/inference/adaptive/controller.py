@@ -83,7 +83,7 @@ class Controller:
     ) -> None:
         """plans: vanilla first, trees in ascending order; the last one covers all others. refill_time: the time to
         refill the draft's window, which a tree pays after a round of another plan. rows: largest number of rows.
-        spread: None for a server, which always expects further requests."""
+        spread: None if rows that end get the next requests, or if rounds run over those that are left."""
         self.plans = tuple(plans)
         self.time, self.refill_time = time, refill_time
         self.spread = spread
@@ -132,7 +132,7 @@ class Controller:
             self.traces[row] = LookupTrace(depths, prompt, first_token, PRIOR_LOOKUP, PRIOR_LOOKUP_WEIGHT)
         self.active[row] = True
         if self.spread is not None:
-            self.spread.start(row, may_stop)
+            self.spread.may_stop |= may_stop
         self.lengths[row] = len(prompt) + 1
         self.read += len(prompt) + 1
 

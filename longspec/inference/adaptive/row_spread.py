@@ -1,10 +1,10 @@
-"""What plans are worth to a batch whose rounds run over all rows until the last answer ends, if no request waits.
+"""What plans are worth to a batch whose rounds run over all rows until the last answer ends.
 
 With vanilla, answers of equal lengths end together. With drafts some rows are faster than others, and the slowest one
 decides: a plan of 1.8 tokens per round on the average of the rows may take as many rounds as one of 1.5 in each row.
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from statistics import NormalDist
 
 import numpy as np
@@ -15,29 +15,25 @@ KINDS = ("lookup", "tree")
 """Kinds of plans that accept different numbers of tokens in different rows."""
 PRIOR_ROUNDS, PRIOR_VARIANCE = 4.0, 1.0
 """Variance of the accepted tokens of a row between rounds, in units of their squared mean, and the weight of this."""
+ALIKE_ROUNDS = 64.0
+"""Rounds, summed over rows, after which their differences between rows count half. At first, the slowest row is mostly
+an unlucky one."""
 LENGTH_DEVIATION = 0.6
-"""Standard deviation of the lengths of answers that may end before their limit, in units of the longest limit. The more
-they differ, the less the slowest row matters: it rarely has the longest answer."""
+"""Standard deviation of the lengths of answers that may end before their limit, in units of the most tokens that one
+lacks to it. The more lengths differ, the less the slowest row matters: it rarely has the longest answer."""
 
 
 class RowSpread:
     """The differences between rows, from the rounds so far."""
 
-    def __init__(self, left: np.ndarray, waiting: Sized = ()) -> None:
-        """Both change in place. left: int64 [rows], tokens that the answer of each row lacks to its limit. waiting: the
-        requests that get the rows that end. As long as there are any, no row is idle, and the average row counts."""
-        self.left, self.waiting = left, waiting
+    def __init__(self, left: np.ndarray) -> None:
+        """left: int64 [rows], changed in place: tokens that the answer of each row lacks to its limit."""
+        self.left = left
         self.may_stop = False
         """Whether any answer may end before its limit."""
         self._sums = {kind: np.zeros((3, len(left))) for kind in KINDS}
         """fp64 [3, rows] by kind of plan: number of rounds of each row, and sums over them of its accepted tokens and
         of their squares. The unit of tokens is the mean of a round."""
-
-    def start(self, row: int, may_stop: bool) -> None:
-        """A row gets a request. may_stop: whether its answer may end before its limit."""
-        self.may_stop |= may_stop
-        for sums in self._sums.values():
-            sums[:, row] = 0
 
     def add(self, kind: str, rows: np.ndarray, counts: np.ndarray) -> None:
         """Learn from a round. rows: int64 [n]. counts: int64 [n], their tokens, at least one in each."""
@@ -49,7 +45,7 @@ class RowSpread:
         """Tokens per round with which rows that are all alike would need as many rounds to the last answer's end, by
         plan. expected: tokens per active row and round. active: bool [rows]."""
         left = self.left[active].astype(np.float64)
-        if self.waiting or len(left) < 2:
+        if len(left) < 2:
             return dict(expected)
         lengths = LENGTH_DEVIATION * left.max() if self.may_stop else 0.0
         all_rounds = _expected_maximum(left, np.full(1, lengths))
@@ -73,7 +69,7 @@ class RowSpread:
         deviations = max(float((squares - rounds * means**2).sum()), 0.0) + PRIOR_ROUNDS * PRIOR_VARIANCE
         within = deviations / (max(float(rounds.sum()) - len(rounds), 0.0) + PRIOR_ROUNDS)
         between = max(float(((means - 1) ** 2 - within / np.maximum(rounds, 1.0)).mean()), 0.0)
-        weights = between * rounds / (between * rounds + within)
+        weights = between * rounds / (between * rounds + within) * rounds.sum() / (rounds.sum() + ALIKE_ROUNDS)
         return 1 + weights * (means - 1), within
 
 

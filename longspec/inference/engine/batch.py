@@ -83,7 +83,7 @@ class Batch(BatchRows):
         """Seconds that the batch has spent on its rounds before they are played."""
         self._rounds: dict[tuple[Mode, int], Round] = {}
         self._covered: Counter[int] = Counter()
-        """Number of rounds by the smallest size that covers them."""
+        """Number of rounds that each size would have covered."""
         self._last_hidden = self.cache.newest_hidden
 
     def size_for(self, rows: int) -> int:
@@ -93,9 +93,9 @@ class Batch(BatchRows):
     def size_of_next(self, size: int) -> int:
         """The size of the next round, if `size` is the smallest one that covers it. The largest size serves all rounds
         until a smaller one would have covered LEAST_ROUNDS; a server has captured all of them."""
-        self._covered[size] += 1
         if self.details or not self.runner.capturable:
             return size
+        self._covered.update(other for other in self.sizes if other >= size)
         used = (other for other in self.sizes if other >= size and self._covered[other] > LEAST_ROUNDS)
         return next(used, self.max_rows)
 

@@ -45,10 +45,10 @@ class Worker:
         """By `Row.index`: whether the draft's window lacks tokens, because plans without the draft were played."""
         self._roster: Roster | None = None
         """That of the next round; None if a row has started, ended or moved."""
-        self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
-        times, spread = batch.times, None if batch.details else RowSpread(self.backlog.left, self.intake.waiting)
+        times, spread = batch.times, RowSpread(self.backlog.left) if batch.pooled.is_whole else None
         self.controller = Controller(batch.plans, times, times.refill, batch.max_rows, spread) if batch.plans else None
         """Chooses the plans of method "auto"."""
+        self.intake = Intake(batch, self.rows, self.clients, prefill_chunk, refill)
 
     def step(self) -> None:
         """Read one chunk of prompts, then play one round. Clients get events before the round if a prompt ended, and
