@@ -97,7 +97,7 @@ def known_ranks(options: LaunchOptions) -> int | None:
 
 def plan(config: "TrainConfig", ranks: int | None) -> str:
     """What a run reads and how long it takes, as far as is known without counting tokens. ranks: None if unknown.
-    Raises UserError for data without a record, and if one of the first lines is none."""
+    Raises UserError for data without a record, and for first lines that are no JSON objects."""
     from longspec.data.lines import data_files, first_lines, text_lines
     from longspec.data.records import parse_record
     from longspec.train.resume import rows_per_step, steps_over
