@@ -77,7 +77,7 @@ class RowFile:
     """The rows of a benchmark in a JSONL file, so that an interrupted run does not measure them again."""
 
     def __init__(self, file: Path | None, run: Result) -> None:
-        """file: None keeps nothing. run: what all rows depend on, as JSON; the rows of other runs stay in the file."""
+        """file: None keeps nothing. run: the settings of all rows, as JSON; the file also keeps the rows of others."""
         self.file, self.run = file, run
         self.stored = read_jsonl(file) if file else []
         self.rows = [row for row in self.stored if row.get("run") == run]

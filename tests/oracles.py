@@ -160,8 +160,8 @@ def training_pass(
 
 @torch.no_grad()
 def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tensor:
-    """The training forward's logits [T, Vd] over one segment, tokens [T], at one lag; None: of the base variant. They
-    are of the draft's own head if it has one."""
+    """The training forward's logits [T, Vd] over one segment, tokens [T], of the draft's own head if it has one. lag:
+    None for the base variant."""
     head = model.draft_model.head or model.lm_head
     return training_pass(model, [tokens], None if lag is None else torch.tensor([lag]), lambda x, *_: head(x)[0])
 

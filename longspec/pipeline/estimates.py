@@ -30,7 +30,7 @@ PASS, DECODE, HALF_BATCH = 268_000.0, 68_000.0, 128
 """Tokens/s of its forward pass in training, and of text that it writes in the largest batches. A batch of HALF_BATCH
 rows has half of this speed."""
 CONVERSATION_S = 1.5e-3
-"""Further seconds per conversation: for two prefills, of its user turn and of its answer, and its text on the host."""
+"""Further seconds per conversation: the prefills of its user turn and of its answer, and its text on the host."""
 PREFILL, MOST_PREFILL = 0.4, 130_000.0
 """Speed of reading prompts to be answered: relative to PASS, and in tokens/s at most (of small targets on a GPU)."""
 DRAFT_S, NARROW = 3.3e-6, 0.7

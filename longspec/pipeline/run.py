@@ -126,6 +126,10 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
         contexts = options.contexts or CONTEXTS
         settings = chosen_settings(target, machine, hours, contexts, texts, own, options.evaluate)
         settings = load_settings(settings, overrides)
+    if not (settings.training.stages or settings.evaluation.draft or options.evaluate):
+        raise UserError(
+            "config key training.stages: empty, so there is no draft; name a stage, or set evaluation.draft"
+        )
     for key in ("benchmarks", "documents"):
         if (folder := getattr(settings, key)) is not None and not Path(folder).is_dir():
             raise UserError(f"config key {key}: {folder}: no such folder")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from pipeline_fixtures import make_chat_target
 from training_fixtures import make_target
 from transformers import Qwen2Config
@@ -159,11 +160,9 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
         ("probes.layers.shared.foo=1", "config key probes.layers.shared.foo: no such key"),
         ("probes.layers.candidates.x={model.kv_layers: [99]}", "candidates.x.model.kv_layers: the draft's"),
         ("evaluation.methods=[{name: seq, prompts: 1, gamma: 600}]", "methods, seq.gamma: 600 levels, but the draft's"),
-        (
-            "evaluation.methods=[{name: tree, prompts: 1, temperatures: [-1]}]",
-            "methods, tree.temperatures: -1.0; it must",
-        ),
+        ("evaluation.methods=[{name: seq, prompts: 1, temperatures: [-1]}]", "seq.temperatures: -1.0; it must"),
         ("evaluation.methods=[{name: forced, prompts: 1, drafter: lookup}]", "lookup needs a chain, as in 1,1,1,1"),
+        ("--config=empty.yaml", "config key training.stages: empty, so there is no draft"),
         ("--text=/nope.jsonl", "no data file at '/nope.jsonl'"),
         ("--hours=nan", "error: --hours nan: must be a positive number"),
         ("--contexts=1023", "error: --contexts 1023: must be at least 1024, the tokens of a row of stage 1"),
@@ -180,6 +179,8 @@ def test_a_mistake_is_found_before_any_work(
     folder = make_chat_target(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
     line = [str(folder), "--config", str(ROOT / "tests" / "tiny_draft.yaml"), "--output_dir", f"{tmp_path}/out"]
+    empty = yaml.safe_load(Path(line[2]).read_text()) | {"training": {"stages": {}}, "probes": {}}
+    (tmp_path / "empty.yaml").write_text(yaml.safe_dump(empty))
     command.main([*line, "--dry_run", "training.stages.stage1.overrides.optimizer=muon"])  # which a GPU takes
     for start in ("--yes", "--dry_run"):
         assert message in refusal(command.main, [*line, start, override])
