@@ -240,6 +240,14 @@ def test_prefill_chunk_is_causal_up_to_its_end(shape: Shape, slots: int, attend:
     got = backend.prefill(q.to(device), k.to(device), v.to(device), 0.1)
     expected = dense(q, k, v, visible, 0.1)
     torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    # In a row of a larger cache. The second sequence has nothing before the chunk.
+    rows, ends = torch.tensor([[2, 0], [slots, nodes]], dtype=torch.int32, device=device)
+    if (attend_in_chunk := backend.chunk(rows, ends)) is not None:
+        visible[1] = torch.ones(nodes, slots).tril()
+        k, v = (F.pad(x.new_zeros(3, *x.shape[1:]).index_copy(0, rows.cpu().long(), x), (0, 0, 0, 3)) for x in (k, v))
+        got = attend_in_chunk(q.to(device), k.to(device), v.to(device), 0.1)
+        expected = dense(q, k[rows.cpu()], v[rows.cpu()], F.pad(visible, (0, 3)), 0.1)
+        torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)

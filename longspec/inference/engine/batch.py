@@ -49,8 +49,8 @@ class Batch(BatchRows):
         kind: SamplingKind | None = None,
         pooled: Pooled = NOT_POOLED,
     ) -> None:
-        """capacity: slots per row of the target's cache. prefill_chunk: most tokens of a captured pass. kind: see
-        `EngineSettings`."""
+        """capacity: slots per row of the target's cache. prefill_chunk: most tokens of a pass that a server captures.
+        kind: see `EngineSettings`."""
         self.kinds, self.details = KINDS if kind is None else (kind,), kind is None
         super().__init__(runner, max_rows, capacity, self.kinds[0].penalties)
         # Rounds of one token per row take nearly as long for more rows, and each size costs a warm-up.
@@ -67,8 +67,10 @@ class Batch(BatchRows):
         self.drafter = methods.make_drafter(drafting, runner, max_rows, sampler, self.details)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
+        # Rows that start one after another have short passes, which an eager pass's launches would dominate.
+        largest, later = (prefill_chunk, False) if self.details else (PREFILL_CHUNK, not pooled.is_whole)
         layers = self.drafter.layer_inputs
-        self.reader = PromptReader(runner, self.cache, prefill_chunk, layers, self.starter.feed)
+        self.reader = PromptReader(runner, self.cache, largest, layers, self.starter.feed, later)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
         self.drafters: dict[SamplingKind, Drafter] = {self.kinds[0]: self.drafter}
@@ -276,5 +278,7 @@ class Batch(BatchRows):
     @repeated
     def retire(self) -> None:
         """Keep the batch for a later call. All requests must have ended, without a fault."""
-        self._covered.clear()  # equal calls play rounds of equal sizes, whose sums round alike
+        # Equal calls play rounds and passes of equal sizes, whose sums round alike.
+        self._covered.clear()
+        self.reader.forget_reads()
         give_back(self)

@@ -1,5 +1,6 @@
-"""Prefill: passes over chunks of prompts, of one row (which FlashAttention-3 runs as a CUDA graph) or several."""
+"""Prefill: passes over chunks of prompts, of several rows or, as CUDA graphs, of one row each."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,6 +21,11 @@ PREFILL_ROWS = 8
 """Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
+CAPTURED_ROWS = 4
+"""Largest number of rows that are read in one captured pass each. The launches of an eager pass take longer than that,
+but hardly longer for more rows."""
+EAGER_PASSES = 2
+"""Passes of a size before it is captured, unless all sizes are. A capture takes as long as two or three of them."""
 
 Feed = Callable[[slice, Tensor, Tensor, Tensor, Tensor], None]
 """(rows, tokens, positions, valid, states): see `RowState.feed_prompt`."""
@@ -29,9 +35,16 @@ class PromptReader:
     """Passes over some tokens of rows, which follow the tokens that the rows hold."""
 
     def __init__(
-        self, runner: Runner, cache: TargetCache, largest: int, layers: Sequence[int] = (), feed: Feed | None = None
+        self,
+        runner: Runner,
+        cache: TargetCache,
+        largest: int,
+        layers: Sequence[int] = (),
+        feed: Feed | None = None,
+        captures_later: bool = False,
     ) -> None:
-        """largest: most tokens of a captured pass. feed: gets the inputs of `layers`, if there are any."""
+        """largest: most tokens of a captured pass. feed: gets the inputs of `layers`, if there are any. captures_later:
+        whether passes are captured once their size was read EAGER_PASSES times."""
         self.runner, self.cache = runner, cache
         capacity = cache.keys.shape[3]
         step = -(-min(largest, capacity) // SIZES)
@@ -46,37 +59,65 @@ class PromptReader:
         self.layers, self.feed = layers, feed
         self._passes: dict[int, CapturedPass[Tensor]] = {}
         """The captured pass of each size."""
+        # A draft that reads layers takes the tokens of a row that the host names.
+        can_capture = runner.capturable and not layers and runner.attention.chunk(self.row, self.start) is not None
+        self.can_capture, self.captures_later = can_capture, can_capture and captures_later
+        self._reads: Counter[int] = Counter()
+        """Number of times that each size was read, where passes are captured later."""
 
     def capture(self) -> None:
-        """Capture a pass of each size, if the device can. The cache must be empty."""
-        # A draft that reads layers takes the tokens of a row that the host names.
-        if self.layers or not self.runner.capturable or self.runner.attention.chunk(self.row, self.start) is None:
-            return
-        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-            chunk = partial(self._chunk, size)
-            chunk()  # compiles the kernels; a chunk of no tokens stores nothing
-            self._passes[size] = capture_pass(chunk, self.tokens.device)
+        """Capture a pass of each size, if the device can."""
+        if self.can_capture:
+            for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+                self._capture(size)
+
+    def _capture(self, size: int) -> None:
+        chunk = partial(self._chunk, size)
+        self.span.zero_()  # a chunk of no tokens stores nothing
+        chunk()  # compiles the kernels
+        self._passes[size] = capture_pass(chunk, self.tokens.device)
+
+    def forget_reads(self) -> None:
+        """Read eagerly again where passes are captured later, as equal calls shall have equal results."""
+        self._reads.clear()
 
     def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
         """Read tokens, LongTensor [n, T], of n consecutive rows from position `start` on. ends: length of each row
-        after it; tokens past it are padding. Returns the hidden states [n, 1, hidden] at the last tokens until the next
-        call."""
+        after it; tokens past it are padding. Returns the hidden states [n, 1, hidden] at the last tokens."""
         count = tokens.shape[1]
-        room = self.cache.keys.shape[3] - start
-        size = min((size for size in self._passes if count <= size <= room), default=None)
-        if size is None or len(ends) > 1:
+        if (size := self._captured_size(count, start, len(ends))) is not None:
+            lines = zip(range(rows.start, rows.stop), tokens, ends, strict=True)
+            # The next pass overwrites the result of a captured one.
+            hidden = torch.cat([self._replay(size, row, line, start, end).clone() for row, line, end in lines])
+        else:
             hidden = self._read_eagerly(rows, tokens, start, ends)
             if len(ends) > 1:
                 last = upload(torch.tensor([max(end - start, 1) - 1 for end in ends]), hidden.device)
                 hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
             hidden = hidden[:, -1:]
-        else:
-            self.tokens[:, :count] = tokens
-            span = torch.tensor([[rows.start], [start], [count]], dtype=torch.int32)
-            self.span.copy_(upload(span, self.span.device))
-            hidden = self._passes[size]()
         self.cache.lengths[rows] = upload(torch.tensor(ends, dtype=torch.int32), self.span.device)
         return hidden
+
+    def _captured_size(self, count: int, start: int, rows: int) -> int | None:
+        """The size of captured passes for `count` tokens per row from position `start` on; None for an eager pass."""
+        room = self.cache.keys.shape[3] - start
+        size = next((size for size in self.sizes if count <= size <= room), None)
+        if size is None or rows > CAPTURED_ROWS:
+            return None
+        if self.captures_later:
+            self._reads[size] += 1
+            if self._reads[size] <= EAGER_PASSES:
+                return None
+            if size not in self._passes:
+                self._capture(size)
+        return size if size in self._passes else None
+
+    def _replay(self, size: int, row: int, tokens: Tensor, start: int, end: int) -> Tensor:
+        """Read tokens [T] of a row, up to position `end`, in the captured pass of a size."""
+        self.tokens[0, : len(tokens)] = tokens
+        span = torch.tensor([[row], [start], [max(end - start, 0)]], dtype=torch.int32)
+        self.span.copy_(upload(span, self.span.device))
+        return self._passes[size]()
 
     def read_all(self, row: int, tokens: Tensor, start: int) -> Tensor:
         """Read tokens [1, T] of one row; the hidden states [1, T, hidden] at all of them."""

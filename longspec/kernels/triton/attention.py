@@ -24,6 +24,7 @@ from longspec.kernels.triton.attention_tiles import (
     programs_at_once,
     tree_attention_tiles,
 )
+from longspec.kernels.triton.chunk_attention import chunk_attention
 from longspec.kernels.triton.paged_attention import paged_attention
 from longspec.kernels.triton.prefix_attention import prefix_attention
 from longspec.kernels.triton.token_attention import token_attention
@@ -34,7 +35,7 @@ PrefixPass = Callable[[Tensor, Tensor, Tensor, float], PrefixParts]
 
 
 class TritonAttention(DecodingAttention):
-    """Decoding attention on our own kernels; prefill on torch's."""
+    """Decoding attention on our own kernels; prefill that is not captured on torch's."""
 
     name = "triton"
     capturable = True
@@ -57,6 +58,9 @@ class TritonAttention(DecodingAttention):
 
     window = staticmethod(window_attention)
     masked = staticmethod(masked_attention)
+
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend | None:
+        return lambda q, k, v, scale: chunk_attention(q, k, v, rows, ends, scale)
 
     def prefix_pass(self, lengths: Tensor) -> PrefixPass:
         """The prefix kernel at these lengths, to be called once per layer."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longspec.kernels.shared.attention import Attend
 from longspec.kernels.shared.device import describe_gpu
+from longspec.kernels.torch.attention import DecodingAttention
 from longspec.kernels.triton.attention import TritonAttention
 from longspec.kernels.triton.attention_tiles import LOG2_E, check_layout, padded_dim
 from longspec.kernels.triton.backend import TritonBackend
@@ -46,6 +47,8 @@ class DeterministicAttention(TritonAttention):
             return path_attention(q, k, v, lengths, paths, scale)
 
         return attend
+
+    chunk = DecodingAttention.chunk
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_attention(q, k, v, scale)

@@ -33,7 +33,7 @@ MERGE_WARPS = 2
 #   sum = sum * 2^(m - m') + sum 2^(scores - m');  acc likewise
 # bias [BLOCK_M or 1, BLOCK_N]: 0 where a key is visible, else -inf.
 @triton.jit
-def _attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2):
+def attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2):
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2 + bias
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     finite_max = finite(new_max)
@@ -122,7 +122,7 @@ def _paged_parts_kernel(
         v = load_block(v_ptr + kv_head * stride_vh, slot[:, None] * stride_vs + dim[None, :], dim, HEAD_DIM, BLOCK_D)
         slot = _load_slots(slots_ptr + begin, position + BLOCK_N, length)
         bias = tl.where(position < length, 0.0, float("-inf"))[None, :]
-        row_max, row_sum, acc = _attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
+        row_max, row_sum, acc = attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
 
     mask_row = tl.load(mask_starts_ptr + batch).to(tl.int64) + (row // group).to(tl.int64) * (length + nodes) + length
     # A tree has few blocks. With the mask, three stages would leave no shared memory for a second program.
@@ -135,7 +135,7 @@ def _paged_parts_kernel(
         in_mask = in_rows[:, None] & exists[None, :]
         visible = tl.load(mask_ptr + mask_row[:, None] + node[None, :], mask=in_mask, other=0) != 0
         bias = tl.where(visible, 0.0, float("-inf"))
-        row_max, row_sum, acc = _attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
+        row_max, row_sum, acc = attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
 
     # The parts are laid out [parts, B, N, H]; row = node * group + head within the group.
     part_row = ((part * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)

@@ -25,7 +25,7 @@ from longspec.kernels.triton.overlap import overlap_options
 
 
 @triton.jit
-def _attend_to_blocks(
+def attend_to_blocks(
     q,
     k_tile,
     v_tile,
@@ -124,7 +124,7 @@ def _prefix_kernel(
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
     k_tile = k_ptr + batch * stride_kb + kv_head * stride_kh + (first * BLOCK_N).to(tl.int64) * stride_ks
     v_tile = v_ptr + batch * stride_vb + kv_head * stride_vh + (first * BLOCK_N).to(tl.int64) * stride_vs
-    acc, row_sum, row_max = _attend_to_blocks(
+    acc, row_sum, row_max = attend_to_blocks(
         q, k_tile, v_tile, stride_ks, stride_vs, first, last, dim, scale_log2, HEAD_DIM, BLOCK_N
     )
     part_row = _part_row(split, batch, tl.num_programs(2) // kv_heads, row, num_rows, kv_head, kv_heads, group)
