@@ -1,4 +1,5 @@
-"""Time of a long prefill compared with transformers, and memory of generation on top of weights and KV cache.
+"""Time of a long prefill compared with transformers, memory of generation on top of weights and KV cache, and times of
+short passes over a prompt, captured and kernel by kernel.
 
 `python -m benchmarks.prefill` prints one line per measurement and, last, one JSON line. Weights and prompts are random.
 """
@@ -7,6 +8,8 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,10 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import print_result
 from longspec import generate
 from longspec.errors import reports_user_errors
+from longspec.inference.cache import TargetCache
+from longspec.inference.engine.prefill import PromptReader
+from longspec.inference.fused_runner import make_runner
+from longspec.kernels import ATTENTIONS
 from longspec.models.draft_layer import WINDOW, head_dim
 from longspec.models.glide import GlideMixin
 
@@ -31,6 +38,9 @@ def main() -> None:
     parser.add_argument("--prompt_lens", type=int, nargs="*", default=[131072], help="prompts to prefill")
     default_lens = [4096, 131072, 262144 - NEW_TOKENS]
     parser.add_argument("--generate_lens", type=int, nargs="*", default=default_lens, help="prompts to continue")
+    parser.add_argument("--chunk_lens", type=int, nargs="*", default=[128, 512, 1024], help="tokens of short passes")
+    parser.add_argument("--chunk_starts", type=int, nargs="*", default=[0, 30000], help="tokens before them")
+    parser.add_argument("--attention", default="auto", choices=["auto", *ATTENTIONS], help="of short passes")
     parser.add_argument("--runs", type=int, default=3, help="timed prefills; the median is reported")
     options = parser.parse_args()
     ceilings, model = measure_ceilings(), random_pair(options.shape)
@@ -46,8 +56,9 @@ def main() -> None:
     for length in options.generate_lens:
         generations.append(generation(model, length, weights))
         print("generate", json.dumps(generations[-1]), flush=True)
-
-    print_result("prefill", options, prefill=prefills, generate=generations, **ceilings.describe())
+    chunks = chunk_times(model, options.attention, options.chunk_starts, options.chunk_lens)
+    results = {"prefill": prefills, "generate": generations, "chunks": chunks}
+    print_result("prefill", options, **results, **ceilings.describe())
 
 
 def ours(model: GlideMixin, ids: Tensor) -> None:
@@ -85,6 +96,27 @@ def generation(model: GlideMixin, length: int, weights: int) -> dict[str, float]
         "ttft_s": stats.ttft_s,
         "round_ms": stats.decode_s / stats.rounds * 1e3,
     }
+
+
+@torch.no_grad()
+def chunk_times(model: GlideMixin, attention: str, starts: list[int], lengths: list[int]) -> list[dict[str, Any]]:
+    """Milliseconds of passes over one row, whose time includes the launches."""
+    if not lengths:
+        return []
+    runner, capacity = make_runner(model, attention, compiled=True), max(starts) + max(lengths)
+    runner.prepare(capacity)
+    cache = TargetCache(runner.config, 1, capacity, runner.dtype, runner.device)
+    readers = {name: PromptReader(runner, cache, max(lengths)) for name in ("captured_ms", "eager_ms")}
+    readers["captured_ms"].capture()
+    rows = []
+    for start, length in product(starts, lengths):
+        tokens = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")
+        row = {"attention": runner.attention.name, "start": start, "tokens": length}
+        for name, reader in readers.items():
+            row[name] = timed_ms(partial(reader.read, slice(0, 1), tokens, start, [start + length]), 10, repeats=3)
+        rows.append(row)
+        print("chunk", json.dumps(row), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

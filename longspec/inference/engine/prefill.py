@@ -18,12 +18,10 @@ from longspec.models.target_attention import LayerInputs
 PREFILL_TOKENS = 4096
 """Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
 PREFILL_ROWS = 8
-"""Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again."""
+"""Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again. Up
+to this number, a captured pass per row takes less time than the launches of one eager pass."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
-CAPTURED_ROWS = 4
-"""Largest number of rows that are read in one captured pass each. The launches of an eager pass take longer than that,
-but hardly longer for more rows."""
 EAGER_PASSES = 2
 """Passes of a size before it is captured, unless all sizes are. A capture takes as long as two or three of them."""
 
@@ -102,7 +100,7 @@ class PromptReader:
         """The size of captured passes for `count` tokens per row from position `start` on; None for an eager pass."""
         room = self.cache.keys.shape[3] - start
         size = next((size for size in self.sizes if count <= size <= room), None)
-        if size is None or rows > CAPTURED_ROWS:
+        if size is None or rows > PREFILL_ROWS:
             return None
         if self.captures_later:
             self._reads[size] += 1
