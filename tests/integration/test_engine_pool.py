@@ -22,6 +22,8 @@ from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import AUTO, METHODS, Drafting
+from longspec.kernels.shared.attention import Attend
+from longspec.kernels.torch.attention import DecodingAttention
 from longspec.models.glide import GlideMixin
 
 SHAPE = (3, 4)
@@ -220,29 +222,52 @@ def test_captured_starts_equal_eager_ones(
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-@pytest.mark.gpu
+class _Attention(DecodingAttention):
+    """Captured chunks on torch."""
+
+    def chunk(self, rows: Tensor, ends: Tensor) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            first = int(ends) - q.shape[2]
+            return self.masked(q, k[rows], v[rows], q.new_ones(1, q.shape[2], k.shape[2]).tril(first).bool(), scale)
+
+        return attend
+
+
 @torch.no_grad()
-def test_captured_chunks_equal_eager_ones(tmp_path: Path) -> None:
-    model = make_pair(tmp_path, dtype=torch.bfloat16, hidden_size=128, initializer_range=0.1).cuda()
+def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are captured at once, or later, the same in each run. Two rows are read at the end."""
+    model = make_pair(tmp_path, dtype=torch.bfloat16, hidden_size=128, initializer_range=0.1).to(device)
     runner = make_runner(model, "auto", compiled=True)
+    if device == "cpu":  # the static tensors are the same without a graph
+        monkeypatch.setattr(prefill, "capture_pass", lambda chunk, device: chunk)
+        runner.attention, runner.capturable = _Attention(), True
     runner.prepare(CAPACITY)
-    caches = [TargetCache(runner.config, 3, CAPACITY, runner.dtype, runner.device) for _ in range(2)]
-    captured, eager = (PromptReader(runner, cache, LARGEST) for cache in caches)
-    captured.capture()
-    assert not captured.cache.keys.any(), "warming up stored tokens"
+    caches = [TargetCache(runner.config, 3, CAPACITY, runner.dtype, runner.device) for _ in range(3)]
+    readers = [PromptReader(runner, cache, LARGEST, captures_later=cache is caches[2]) for cache in caches]
+    readers[1].capture()
+    assert not caches[1].keys.any(), "warming up stored tokens"
     generator = torch.Generator().manual_seed(0)
+
+    def read(rows: slice, start: int, ends: list[int]) -> None:
+        tokens = torch.randint(0, 61, (len(ends), max(ends) - start), generator=generator).to(device)
+        expected, *hidden = [reader.read(rows, tokens, start, ends) for reader in readers]
+        for reader, own in zip(readers[1:], hidden, strict=True):
+            torch.testing.assert_close(own, expected, atol=5e-2, rtol=5e-2)
+            assert reader.cache.lengths[rows].tolist() == ends
+
     for row, counts in CHUNKS.items():
-        start = 0
-        for count in counts:
-            tokens = torch.randint(0, 61, (1, count), generator=generator).cuda()
-            hidden = [reader.read(slice(row, row + 1), tokens, start, [start + count]) for reader in (captured, eager)]
-            start += count
-            torch.testing.assert_close(*hidden, atol=5e-2, rtol=5e-2)
-            assert captured.cache.lengths[row] == start
-    for store, expected in ((captured.cache.keys, eager.cache.keys), (captured.cache.values, eager.cache.values)):
-        torch.testing.assert_close(store, expected, atol=5e-2, rtol=5e-2)
+        for number, count in enumerate(counts):
+            start = sum(counts[:number])
+            read(slice(row, row + 1), start, [start + count])
+    for cache in caches[1:]:
+        for store, expected in ((cache.keys, caches[0].keys), (cache.values, caches[0].values)):
+            torch.testing.assert_close(store, expected, atol=5e-2, rtol=5e-2)
         for row, counts in CHUNKS.items():
-            assert not store[:, row, :, sum(counts) :].any(), "padding was stored"
+            assert not cache.keys[:, row, :, sum(counts) :].any(), "padding was stored"
+    assert {*readers[2]._passes} == {8, 64}, "each was read three times or more"
+    readers[2].forget_reads()
+    assert readers[2]._captured_size(64, 0, 1) is None
+    read(slice(0, 2), 0, [9, 4])
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -29,9 +29,9 @@ PREFILL_CHUNK = 1024
 """Most prompt tokens that are read between two rounds, by default."""
 SCORED_BYTES = 2**26
 """Most bytes of log-probabilities that `score` computes at a time, unless a single token has more."""
-LEAST_ROUNDS = 32
+LEAST_ROUNDS = 128
 """Rounds of a batch that a smaller size would have covered before that size is captured. A capture takes as long as
-tens of rounds, and the end of most batches has few for each size."""
+tens of rounds, each plan of "auto" needs one, and the end of most batches has few rounds of each size."""
 MOST_MEASURED_ON_CPU = 4
 """Largest batch whose rounds are measured on a CPU, where a round takes long."""
 
