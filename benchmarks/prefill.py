@@ -19,7 +19,7 @@ from benchmarks.ceilings import measure_ceilings, timed_ms
 from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import print_result
 from longspec import generate
-from longspec.errors import reports_user_errors
+from longspec.errors import UserError, reports_user_errors
 from longspec.inference.cache import TargetCache
 from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.fused_runner import make_runner
@@ -39,7 +39,7 @@ def main() -> None:
     default_lens = [4096, 131072, 262144 - NEW_TOKENS]
     parser.add_argument("--generate_lens", type=int, nargs="*", default=default_lens, help="prompts to continue")
     parser.add_argument("--chunk_lens", type=int, nargs="*", default=[128, 512, 1024], help="tokens of short passes")
-    parser.add_argument("--chunk_starts", type=int, nargs="*", default=[0, 30000], help="tokens before them")
+    parser.add_argument("--chunk_starts", type=int, nargs="+", default=[0, 30000], help="tokens before them")
     parser.add_argument("--attention", default="auto", choices=["auto", *ATTENTIONS], help="of short passes")
     parser.add_argument("--runs", type=int, default=3, help="timed prefills; the median is reported")
     options = parser.parse_args()
@@ -100,7 +100,7 @@ def generation(model: GlideMixin, length: int, weights: int) -> dict[str, float]
 
 @torch.no_grad()
 def chunk_times(model: GlideMixin, attention: str, starts: list[int], lengths: list[int]) -> list[dict[str, Any]]:
-    """Milliseconds of passes over one row, whose time includes the launches."""
+    """Milliseconds of passes over one row, launches included. Raises UserError if no pass can be captured."""
     if not lengths:
         return []
     runner, capacity = make_runner(model, attention, compiled=True), max(starts) + max(lengths)
@@ -108,6 +108,8 @@ def chunk_times(model: GlideMixin, attention: str, starts: list[int], lengths: l
     cache = TargetCache(runner.config, 1, capacity, runner.dtype, runner.device)
     readers = {name: PromptReader(runner, cache, max(lengths)) for name in ("captured_ms", "eager_ms")}
     readers["captured_ms"].capture()
+    if not readers["captured_ms"].captures:
+        raise UserError(f"--attention {runner.attention.name}: its passes cannot be captured; give no --chunk_lens")
     rows = []
     for start, length in product(starts, lengths):
         tokens = torch.randint(0, model.config.vocab_size, (1, length), device="cuda")

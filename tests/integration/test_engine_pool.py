@@ -4,6 +4,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -151,6 +153,9 @@ def test_a_released_engine_is_freed_at_once_and_idle_ones_with_the_model(
     try:
         for settings in ({"seed": 1, "temperature": 1.0}, {"batch_size": 1}):
             tokens(model, prompt(9), method=method, **settings)
+            reader = built[-1].reader
+            reader._passes[8] = partial(reader.chunk, 8)  # a captured pass keeps its call
+            del reader
             cache = weakref.ref(built.pop().cache)
             assert engine_pool.release(model) == 1 and cache() is None
     finally:
@@ -188,6 +193,18 @@ def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
     monkeypatch.setattr(PromptReader, "read", fails_once)
     assert tokens(model, prompt(9)) == [target_greedy(model, prompt(9)[0], 12)]
     assert len(idle(model)) == 1
+
+
+def test_prompts_are_captured_later_where_rows_start_one_after_another(tmp_path: Path, built: list[Batch]) -> None:
+    """After as many reads in each call, so that equal calls have equal results."""
+    model, rows = make_pair(tmp_path), [prompt(9, seed)[0].tolist() for seed in range(3)]
+    for settings, later in (({}, False), ({"batch_size": 2}, True)):
+        generate(model, rows, **SETTINGS, **settings)
+        reader = built.pop().reader
+        assert reader.captures_later == later
+    reader._reads[8] = 1
+    generate(model, rows, **SETTINGS, batch_size=2)
+    assert not built and not reader._reads
 
 
 PROMPTS = {2: 70, 0: 9, 1: 1}
@@ -235,7 +252,7 @@ class _Attention(DecodingAttention):
 
 @torch.no_grad()
 def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they are captured at once, or later, the same in each run. Two rows are read at the end."""
+    """Those that are captured at once, and those that are captured later. At the end, two rows are read together."""
     model = make_pair(tmp_path, dtype=torch.bfloat16, hidden_size=128, initializer_range=0.1).to(device)
     runner = make_runner(model, "auto", compiled=True)
     if device == "cpu":  # the static tensors are the same without a graph
@@ -265,9 +282,13 @@ def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypat
         for row, counts in CHUNKS.items():
             assert not cache.keys[:, row, :, sum(counts) :].any(), "padding was stored"
     assert {*readers[2]._passes} == {8, 64}, "each was read three times or more"
+    ends = [64, 7]
+    read(slice(0, 2), 0, ends)
+    for cache, (row, end) in product(caches[1:], enumerate(ends)):
+        torch.testing.assert_close(cache.keys[:, row, :, :end], caches[0].keys[:, row, :, :end], atol=5e-2, rtol=5e-2)
+    assert readers[2]._captured_sizes(ends, 0) == [64, 8]
     readers[2].forget_reads()
-    assert readers[2]._captured_size(64, 0, 1) is None
-    read(slice(0, 2), 0, [9, 4])
+    assert not readers[2]._captured_sizes(ends, 0)
 
 
 @pytest.mark.parametrize("failures", [1, 2])

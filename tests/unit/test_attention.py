@@ -225,29 +225,31 @@ def test_window_sees_tokens_by_position_and_nodes_by_the_mask(
     ("shape", "slots"),
     [
         *(((2, 4, nodes, 64), slots) for nodes, slots in ((1, 1), (37, 37), (40, 100), (5, 100))),
+        ((1, 5, 40, 80), 100),
         *(pytest.param((2, 4, nodes, 128), 700, marks=pytest.mark.gpu) for nodes in (1, 69)),
         pytest.param((3, 3, 512, 64), 512, marks=pytest.mark.gpu),
         pytest.param((1, 5, 300, 256), 4000, marks=pytest.mark.gpu),
     ],
 )
 def test_prefill_chunk_is_causal_up_to_its_end(shape: Shape, slots: int, attend: Attend) -> None:
+    """Also in some rows of a larger cache, one of which has nothing before the chunk."""
     (backend, device), (kv_heads, group, nodes, head_dim) = attend, shape
-    dtype = torch.bfloat16 if backend.name == "flash" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, kv_heads * group, nodes, head_dim, generator=generator).to(dtype)
-    k, v = torch.randn(2, 2, kv_heads, slots, head_dim, generator=generator).to(dtype)
-    visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
-    got = backend.prefill(q.to(device), k.to(device), v.to(device), 0.1)
-    expected = dense(q, k, v, visible, 0.1)
-    torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    # In a row of a larger cache. The second sequence has nothing before the chunk.
     rows, ends = torch.tensor([[2, 0], [slots, nodes]], dtype=torch.int32, device=device)
-    if (attend_in_chunk := backend.chunk(rows, ends)) is not None:
-        visible[1] = torch.ones(nodes, slots).tril()
-        k, v = (F.pad(x.new_zeros(3, *x.shape[1:]).index_copy(0, rows.cpu().long(), x), (0, 0, 0, 3)) for x in (k, v))
-        got = attend_in_chunk(q.to(device), k.to(device), v.to(device), 0.1)
-        expected = dense(q, k[rows.cpu()], v[rows.cpu()], F.pad(visible, (0, 3)), 0.1)
+    for dtype in DTYPES.get(f"{backend.name} {device}", TOLERANCE):
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(2, nodes, kv_heads * group, head_dim, generator=generator).to(dtype).transpose(1, 2)
+        k, v = torch.randn(2, 2, kv_heads, slots, head_dim, generator=generator).to(dtype)
+        visible = torch.ones(2, nodes, slots, dtype=torch.bool).tril(slots - nodes)
+        got = backend.prefill(q.to(device), k.to(device), v.to(device), 0.1)
+        expected = dense(q, k, v, visible, 0.1)
         torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        if (attend_in_chunk := backend.chunk(rows, ends)) is not None:
+            visible[1] = torch.ones(nodes, slots).tril()
+            cache = (x.new_zeros(3, *x.shape[1:]).index_copy(0, rows.cpu().long(), x) for x in (k, v))
+            k, v = (F.pad(x, (0, 0, 0, 3)) for x in cache)
+            got = attend_in_chunk(q.to(device), k.to(device), v.to(device), 0.1)
+            expected = dense(q, k[rows.cpu()], v[rows.cpu()], F.pad(visible, (0, 3)), 0.1)
+            torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("attend", BACKENDS, indirect=True)

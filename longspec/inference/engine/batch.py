@@ -218,7 +218,9 @@ class Batch(BatchRows):
         Returns the hidden states [n, 1, hidden] at their last tokens, which `first_tokens` reads."""
         ends = [start + len(chunk) for chunk in chunks]
         tokens = self.upload(chunks)
+        captured = self.reader.capture_s
         self._last_hidden = with_released_memory(self.runner.model, lambda: self.reader.read(rows, tokens, start, ends))
+        self.setup["capture_s"] += self.reader.capture_s - captured
         return self._last_hidden
 
     @repeated

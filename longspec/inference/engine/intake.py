@@ -14,7 +14,7 @@ import torch
 from longspec.errors import first_line
 from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.clients import Clients
-from longspec.inference.engine.prefill import PREFILL_TOKENS, joined_rows
+from longspec.inference.engine.prefill import PREFILL_ROWS, PREFILL_TOKENS, joined_rows
 from longspec.inference.engine.requests import PromptScores, Ticket
 from longspec.inference.engine.round_record import RowRound, read_scores
 from longspec.inference.engine.rows import Row, Rows, common_prefix
@@ -180,7 +180,9 @@ class Intake:
         if first.ticket.reads_alone:
             return [first]
         equal = {row.number: row for row in self.reading if len(row.tokens) == start and not row.ticket.reads_alone}
-        groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget)
+        # The passes over few rows take one row each where they are captured, so long prompts are not read in turns.
+        most_rows = 1 if self.batch.reader.captures else PREFILL_ROWS
+        groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget, most_rows)
         group = next(group for group in groups if group.start <= first.number < group.stop)
         return [equal[number] for number in range(group.start, group.stop)]
 

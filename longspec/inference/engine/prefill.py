@@ -1,7 +1,9 @@
 """Prefill: passes over chunks of prompts, of several rows or, as CUDA graphs, of one row each."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,15 +20,44 @@ from longspec.models.target_attention import LayerInputs
 PREFILL_TOKENS = 4096
 """Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
 PREFILL_ROWS = 8
-"""Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again. Up
-to this number, a captured pass per row takes less time than the launches of one eager pass."""
+"""Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again."""
+CAPTURED_ROWS = 8
+"""Largest number of rows that are read in a captured pass each. For a small target, the launches of an eager pass take
+15 to 28 ms in the engine, and a captured pass over a short prompt 1.2 to 2.3 ms."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 EAGER_PASSES = 2
-"""Passes of a size before it is captured, unless all sizes are. A capture takes as long as two or three of them."""
+"""Passes of a size before it is captured, unless all sizes are. A capture takes about as long as two or three of
+them."""
 
 Feed = Callable[[slice, Tensor, Tensor, Tensor, Tensor], None]
 """(rows, tokens, positions, valid, states): see `RowState.feed_prompt`."""
+
+
+@dataclass
+class _Chunk:
+    """A pass over one row on static tensors, which serve every row and position. Captured passes keep it. It does not
+    know them, because a cycle would keep the cache in memory."""
+
+    runner: Runner
+    cache: TargetCache
+    tokens: Tensor
+    """LongTensor [1, T]."""
+    span: Tensor
+    """int32 [3, 1]: row, position of the first token, number of tokens."""
+
+    def __call__(self, size: int) -> Tensor:
+        """The hidden state [1, 1, hidden] at the last token of a pass that is padded to `size` tokens."""
+        row, start, count = self.span
+        steps = torch.arange(size, device=self.tokens.device)
+        # Padding is not stored, and no token before it sees it.
+        positions = (start + steps)[None]
+        slots = torch.where(steps < count, positions, -1)
+        # Within the pass, so that its graph computes the end for all layers.
+        attend = self.runner.attention.chunk(row, start + size)
+        assert attend is not None
+        hidden = self.runner.target(self.tokens[:, :size], positions, self.cache.select(row), slots, attend)
+        return hidden.index_select(1, (count - 1).clamp(min=0).long())
 
 
 class PromptReader:
@@ -49,19 +80,26 @@ class PromptReader:
         # A pass of more than `capacity` tokens would go past the row's slots and the rotary table.
         self.sizes = range(step, capacity + 1, step)[:SIZES]
         device = cache.keys.device
-        # Captured passes read these tensors, so they serve every row and position.
-        self.tokens = torch.zeros(1, self.sizes[-1], dtype=torch.long, device=device)
-        self.span = torch.zeros(3, 1, dtype=torch.int32, device=device)
-        self.row, self.start, self.count = self.span
-        """int32 [1] each: row, position of the first token, number of tokens."""
-        self.layers, self.feed = layers, feed
+        tokens = torch.zeros(1, self.sizes[-1], dtype=torch.long, device=device)
+        self.chunk = _Chunk(runner, cache, tokens, torch.zeros(3, 1, dtype=torch.int32, device=device))
+        self.layers, self.feed, self.captures_later = layers, feed, captures_later
         self._passes: dict[int, CapturedPass[Tensor]] = {}
         """The captured pass of each size."""
-        # A draft that reads layers takes the tokens of a row that the host names.
-        can_capture = runner.capturable and not layers and runner.attention.chunk(self.row, self.start) is not None
-        self.can_capture, self.captures_later = can_capture, can_capture and captures_later
         self._reads: Counter[int] = Counter()
         """Number of times that each size was read, where passes are captured later."""
+        self.capture_s = 0.0
+        """Seconds that captures have taken."""
+
+    @property
+    def can_capture(self) -> bool:
+        # A draft that reads layers takes the tokens of a row that the host names.
+        row, start, _ = self.chunk.span
+        return self.runner.capturable and not self.layers and self.runner.attention.chunk(row, start) is not None
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes over few rows are captured, or will be."""
+        return bool(self._passes) or (self.captures_later and self.can_capture)
 
     def capture(self) -> None:
         """Capture a pass of each size, if the device can."""
@@ -70,51 +108,56 @@ class PromptReader:
                 self._capture(size)
 
     def _capture(self, size: int) -> None:
-        chunk = partial(self._chunk, size)
-        self.span.zero_()  # a chunk of no tokens stores nothing
+        begin = time.perf_counter()
+        chunk = partial(self.chunk, size)
+        self.chunk.span.zero_()  # a chunk of no tokens stores nothing
         chunk()  # compiles the kernels
-        self._passes[size] = capture_pass(chunk, self.tokens.device)
+        self._passes[size] = capture_pass(chunk, self.chunk.tokens.device)
+        self.capture_s += time.perf_counter() - begin
 
     def forget_reads(self) -> None:
-        """Read eagerly again where passes are captured later, as equal calls shall have equal results."""
+        """Read eagerly again where passes are captured later, so that equal calls have equal results."""
         self._reads.clear()
 
     def read(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
         """Read tokens, LongTensor [n, T], of n consecutive rows from position `start` on. ends: length of each row
         after it; tokens past it are padding. Returns the hidden states [n, 1, hidden] at the last tokens."""
-        count = tokens.shape[1]
-        if (size := self._captured_size(count, start, len(ends))) is not None:
-            lines = zip(range(rows.start, rows.stop), tokens, ends, strict=True)
+        counts = [end - start for end in ends]
+        if sizes := self._captured_sizes(counts, start):
+            passes = zip(sizes, range(rows.start, rows.stop), tokens, counts, strict=True)
             # The next pass overwrites the result of a captured one.
-            hidden = torch.cat([self._replay(size, row, line, start, end).clone() for row, line, end in lines])
+            hidden = torch.cat(
+                [self._replay(size, row, line[:count], start).clone() for size, row, line, count in passes]
+            )
         else:
             hidden = self._read_eagerly(rows, tokens, start, ends)
             if len(ends) > 1:
-                last = upload(torch.tensor([max(end - start, 1) - 1 for end in ends]), hidden.device)
+                last = upload(torch.tensor([max(count, 1) - 1 for count in counts]), hidden.device)
                 hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
             hidden = hidden[:, -1:]
-        self.cache.lengths[rows] = upload(torch.tensor(ends, dtype=torch.int32), self.span.device)
+        self.cache.lengths[rows] = upload(torch.tensor(ends, dtype=torch.int32), hidden.device)
         return hidden
 
-    def _captured_size(self, count: int, start: int, rows: int) -> int | None:
-        """The size of captured passes for `count` tokens per row from position `start` on; None for an eager pass."""
+    def _captured_sizes(self, counts: Sequence[int], start: int) -> list[int]:
+        """The sizes of captured passes for some rows, by their numbers of tokens from position `start` on; none for an
+        eager pass over all of them."""
         room = self.cache.keys.shape[3] - start
-        size = next((size for size in self.sizes if count <= size <= room), None)
-        if size is None or rows > PREFILL_ROWS:
-            return None
+        sizes = [next((size for size in self.sizes if count <= size <= room), 0) for count in counts]
+        if not self.captures or len(counts) > CAPTURED_ROWS or not all(sizes):
+            return []
         if self.captures_later:
-            self._reads[size] += 1
-            if self._reads[size] <= EAGER_PASSES:
-                return None
-            if size not in self._passes:
+            self._reads.update({*sizes})
+            if any(self._reads[size] <= EAGER_PASSES for size in sizes):
+                return []
+            for size in sorted({*sizes} - self._passes.keys()):
                 self._capture(size)
-        return size if size in self._passes else None
+        return sizes
 
-    def _replay(self, size: int, row: int, tokens: Tensor, start: int, end: int) -> Tensor:
-        """Read tokens [T] of a row, up to position `end`, in the captured pass of a size."""
-        self.tokens[0, : len(tokens)] = tokens
-        span = torch.tensor([[row], [start], [max(end - start, 0)]], dtype=torch.int32)
-        self.span.copy_(upload(span, self.span.device))
+    def _replay(self, size: int, row: int, tokens: Tensor, start: int) -> Tensor:
+        """Read tokens [T] of a row in the captured pass of a size."""
+        self.chunk.tokens[0, : len(tokens)] = tokens
+        span = torch.tensor([[row], [start], [len(tokens)]], dtype=torch.int32)
+        self.chunk.span.copy_(upload(span, tokens.device))
         return self._passes[size]()
 
     def read_all(self, row: int, tokens: Tensor, start: int) -> Tensor:
@@ -122,20 +165,6 @@ class PromptReader:
         hidden = self._read_eagerly(slice(row, row + 1), tokens, start, [start + tokens.shape[1]])
         self.cache.lengths[row] = start + tokens.shape[1]
         return hidden
-
-    def _chunk(self, size: int) -> Tensor:
-        """A pass over `tokens`, padded to `size` tokens."""
-        steps = torch.arange(size, device=self.tokens.device)
-        # Padding is not stored, and no token before it sees it.
-        positions = (self.start + steps)[None]
-        slots = torch.where(steps < self.count, positions, -1)
-        cache = self.cache.select(self.row)
-        # Within the pass, so that its graph computes the end for all layers.
-        attend = self.runner.attention.chunk(self.row, self.start + size)
-        assert attend is not None
-        hidden = self.runner.target(self.tokens[:, :size], positions, cache, slots, attend)
-        last = (self.count - 1).clamp(min=0).long()
-        return hidden.index_select(1, last)
 
     def _read_eagerly(self, rows: slice, tokens: Tensor, start: int, ends: Sequence[int]) -> Tensor:
         """A pass over tokens [n, T], of rows that end at `ends`; the hidden states [n, T, hidden]."""
@@ -155,16 +184,17 @@ class PromptReader:
         return hidden
 
 
-def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int) -> list[slice]:
-    """Groups of consecutive rows that are read in one pass each of at most `most_tokens` tokens. unread: row number and
-    number of unread tokens of each row that has any, in ascending order."""
+def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int, most_rows: int = PREFILL_ROWS) -> list[slice]:
+    """Groups of consecutive rows that are read together, at most `most_tokens` tokens at a time. unread: row number and
+    number of unread tokens of each row that has any, in ascending order. most_rows: rows of a group that does not end
+    with these tokens."""
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:
         if groups:
             first, stop = groups[-1].start, groups[-1].stop
             count, most = row + 1 - first, max(longest, rest)
-            if row == stop and (count <= PREFILL_ROWS or count * most <= most_tokens):
+            if row == stop and (count <= most_rows or count * most <= most_tokens):
                 groups[-1], longest = slice(first, row + 1), most
                 continue
         groups.append(slice(row, row + 1))

@@ -58,7 +58,7 @@ class Worker:
             self._end_unwanted()
         self._take_out()
         events = len(self.clients.waiting)
-        start = time.perf_counter()
+        start, setup = time.perf_counter(), self.batch.seconds_of_setup
         if self.intake.refill > 1 and self.intake.is_due() and min(len(self.intake.waiting), len(self.rows.idle)) > 1:
             running = self.rows.running()
             # Rows next to each other are read in one pass, also where the next requests take some of the idle ones.
@@ -68,9 +68,9 @@ class Worker:
             for outcome in outcomes:
                 self._begin(outcome)
             self._take_out()
-        prefill_s = time.perf_counter() - start
-        self.counts.prefill_s += prefill_s
-        self._since += prefill_s
+        seconds = time.perf_counter() - start
+        self.counts.prefill_s += seconds - (self.batch.seconds_of_setup - setup)
+        self._since += seconds
         if len(self.clients.waiting) > events and not self.in_blocks:
             self.clients.deliver()  # the device is idle meanwhile, but a first token would otherwise arrive later
         if self._roster is None:

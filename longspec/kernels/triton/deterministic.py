@@ -48,7 +48,7 @@ class DeterministicAttention(TritonAttention):
 
         return attend
 
-    chunk = DecodingAttention.chunk
+    chunk = DecodingAttention.chunk  # none: Triton's sums in another order than `prefill`
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return causal_attention(q, k, v, scale)
