@@ -69,6 +69,14 @@ def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> 
     return path
 
 
+def make_work(work: Path, texts: int = 40, held_out: int = 40, **overrides: Any) -> Path:
+    """Write `target`, and `texts.jsonl` and `held_out.jsonl` of these numbers of records."""
+    make_target(work / "target", **overrides)
+    write_texts(work / "texts.jsonl", texts)
+    write_texts(work / "held_out.jsonl", held_out, seed=1)
+    return work
+
+
 def write_answers(path: Path, count: int = 40) -> Path:
     """Write records with a prompt and an answer, of uneven lengths."""
     choice = random.Random(1)

@@ -3,14 +3,10 @@
 from pathlib import Path
 
 import pytest
-from training_fixtures import make_target, write_texts
+from training_fixtures import make_work
 
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `target`, `texts.jsonl` and `held_out.jsonl`."""
-    work = tmp_path_factory.mktemp("work")
-    make_target(work / "target")
-    write_texts(work / "texts.jsonl")
-    write_texts(work / "held_out.jsonl", seed=1)
-    return work
+    return make_work(tmp_path_factory.mktemp("work"))

@@ -25,12 +25,11 @@ from training_fixtures import (
     TINY,
     launched,
     lose_newest,
-    make_target,
+    make_work,
     metrics,
     overrides_of,
     plain_training,
     tiny_config,
-    write_texts,
 )
 
 from longspec.models.draft_files import load_draft
@@ -120,10 +119,8 @@ def names(settings: Setting | tuple[Setting, ...]) -> str:
 
 def prepare(work: Path, reference: Setting) -> Path:
     """Target, texts, and the reference run, whose length is told in epochs: ceil(4.7 epochs · 10 rows / 4) steps."""
-    make_target(work / "target")
+    make_work(work, texts=TEXTS, held_out=3)
     split_target(work / "target", work / "halves", 2)
-    write_texts(work / "texts.jsonl", count=TEXTS)
-    write_texts(work / "held_out.jsonl", count=3, seed=1)
     train(work, reference, "num_train_epochs=4.7")
     return work
 

@@ -166,8 +166,7 @@ def test_a_base_model_continues_plain_text(questions: Path, tmp_path: Path, caps
     target = make_target(tmp_path / "base")
     records = read(regenerate(settings(target, tmp_path / "out", files=(str(questions),), temperatures=(1.0,))))
     assert records and "prompts are plain text (chat_format plain)" in capsys.readouterr().out
-    facts = yaml.safe_load((tmp_path / "out" / "train.provenance.yaml").read_text())
-    assert facts["chat_format"] == "plain"
+    assert yaml.safe_load((tmp_path / "out" / "train.provenance.yaml").read_text())["chat_format"] == "plain"
 
 
 def test_a_stopped_command_says_how_to_go_on(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from http_server import chat_tokenizer
 from test_command import SHORT, draft_of, make_target, write_records
-from test_run_folder import COUNTS
+from test_run_folder import COUNTS, SAMPLED
 from training_fixtures import run_ranks
 from typer.testing import CliRunner
 
@@ -18,7 +18,6 @@ from longspec.longbench.command import main
 from longspec.ranks.replicas import Replicas
 from longspec.regenerate.command import main as regenerate
 
-SAMPLED = ("--method", "seq", "--max_gen_len", "6", "--temperature", "1", "--batch_size", "2")
 TIMES = ("ttft_s", "decode_s", "tokens_per_second")
 FAULTY = "tests/faulty_replica.py"
 LOST = "rank . of . ends, because another rank has ended"
@@ -94,8 +93,7 @@ def check_complete(out: Path, alone: Path) -> None:
 
 
 def test_items_are_dealt_to_the_ranks_the_longest_first() -> None:
-    shares = [Replicas(rank, 2).share([5, 9, 1, 7, 3, 3]) for rank in range(2)]
-    assert shares == [[0, 1, 5], [2, 3, 4]]
+    assert [Replicas(rank, 2).share([5, 9, 1, 7, 3, 3]) for rank in range(2)] == [[0, 1, 5], [2, 3, 4]]
 
 
 def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Path, tmp_path: Path) -> None:

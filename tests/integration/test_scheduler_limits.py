@@ -14,15 +14,8 @@ from pairs import make_pair
 from serving import Answer, alone, answers, random_requests, serving
 
 from longspec.errors import UserError
-from longspec.inference.engine.requests import (
-    Event,
-    Finished,
-    NotServing,
-    QueueFull,
-    Request,
-    RequestTooLarge,
-    Sampling,
-)
+from longspec.inference.engine.requests import Event, Finished, NotServing, QueueFull, Request, RequestTooLarge
+from longspec.inference.request import Sampling
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 

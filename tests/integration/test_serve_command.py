@@ -35,24 +35,24 @@ KEY = "a key of the environment"
 
 
 @pytest.fixture
-def process(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A server of a tiny pair, told its key by the environment. Parameter: further options."""
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], openai.OpenAI]]:
+    """A server of a tiny pair, told its key by the environment, and its client. Parameter: further options."""
     printable_pair(tmp_path / "pair")
     command = [sys.executable, "-m", "longspec", "serve", str(tmp_path / "pair"), "--port", "0", "--max_rows", "2"]
     command += getattr(request, "param", [])
     environment = {**os.environ, "LONGSPEC_API_KEY": KEY, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        yield process
+        assert process.stderr is not None
+        url = next(match[1] for line in process.stderr if (match := re.search(r"listening on (\S+)", line)))
+        yield process, openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
         process.kill()
 
 
-def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
-    url = next(match[1] for line in process.stderr if (match := re.search(r"listening on (\S+)", line)))
+def test_sigterm_lets_answers_finish_and_ends_with_143(server: tuple[subprocess.Popen[str], openai.OpenAI]) -> None:
+    process, client = server
     assert not any(KEY in word for word in psutil.Process(process.pid).cmdline())
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models.list()
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+        client.with_options(api_key="none").models.list()
     (model,) = client.models.list()
     stream = client.completions.create(model=model.id, prompt="ab", max_tokens=400, temperature=0, stream=True)
     text = next(stream).choices[0].text
@@ -66,26 +66,24 @@ def test_sigterm_lets_answers_finish_and_ends_with_143(process: subprocess.Popen
 
 
 @pytest.mark.parametrize(
-    ("process", "signals", "cause"),
+    ("server", "signals", "cause"),
     [(["--drain_seconds", "0"], 1, "cancelled at the end of --drain_seconds"), ([], 2, "a second signal")],
-    indirect=["process"],
+    indirect=["server"],
 )
 def test_an_open_request_gets_an_error_at_the_end_and_the_log_one_line(
-    process: subprocess.Popen[str], signals: int, cause: str
+    server: tuple[subprocess.Popen[str], openai.OpenAI], signals: int, cause: str
 ) -> None:
     """A streamed one, a whole one, and one whose body has not arrived."""
-    assert process.stderr is not None
-    url = next(match[1] for line in process.stderr if (match := re.search(r"listening on (\S+)", line)))
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    process, client = server
     (model,) = client.models.list()
     ask = partial(client.completions.create, model=model.id, prompt="ab", max_tokens=4000, extra_body=ENDLESS)
     stream = ask(stream=True)
     next(stream)
-    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", int(url.split(":")[-1]))) as unread:
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", client.base_url.port)) as unread:
         whole = pool.submit(ask)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         unread.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode())
-        metrics = Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+        metrics = Request(str(client.base_url.join("/metrics")), headers={"Authorization": f"Bearer {KEY}"})
         while b"longspec_running_rows 2.0" not in urlopen(metrics, timeout=LIMIT_S).read():
             pass
         for _ in range(signals):

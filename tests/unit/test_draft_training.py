@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_tokenizer import SPECIAL_TOKENS, byte_tokenizer
-from training_fixtures import make_target, metrics, refused_training, single_rank_config, write_texts
+from training_fixtures import make_work, metrics, refused_training, single_rank_config
 from typer.testing import CliRunner
 
 from longspec import generate
@@ -51,11 +51,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    make_target(folder / "target", tie_word_embeddings=True)
-    write_texts(folder / "texts.jsonl", count=12)
-    write_texts(folder / "held_out.jsonl", count=4, seed=1)
-    return folder
+    return make_work(tmp_path_factory.mktemp("data"), texts=12, held_out=4, tie_word_embeddings=True)
 
 
 @pytest.fixture

@@ -45,8 +45,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_converted_target_computes_what_the_original_does(family: str, tied: bool, tmp_path: Path) -> None:
     original = write_gguf(tmp_path / "tiny.gguf", family, tie_word_embeddings=tied, rms_norm_eps=1e-5)
-    folder = Path(resolve_target(str(tmp_path / "tiny.gguf")))
-    copy = AutoModelForCausalLM.from_pretrained(folder)
+    copy = AutoModelForCausalLM.from_pretrained(resolve_target(str(tmp_path / "tiny.gguf")))
     assert copy.config.model_type == ("llama" if family == "mistral" else family)
     assert copy.dtype == torch.float32 and copy.config.rms_norm_eps == 1e-5
     torch.testing.assert_close(logits(copy), logits(original), rtol=0, atol=1e-6)
@@ -73,10 +72,8 @@ def test_the_tokenizer_and_its_ends_come_along(tmp_path: Path) -> None:
     expected, text = byte_tokenizer(), "x =   12\n\n é <|im_start|>user<|im_end|>"
     assert tokenizer(text)["input_ids"] == expected(text)["input_ids"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    end = expected.get_vocab()["<|im_end|>"]
-    assert tokenizer.eos_token_id == end == pair.generation_config.eos_token_id
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert chat == "hi<|im_end|>"
+    assert tokenizer.eos_token_id == expected.get_vocab()["<|im_end|>"] == pair.generation_config.eos_token_id
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi<|im_end|>"
     assert len(generate(pair, TOKENS, method="lookup", max_new_tokens=3).sequences[0]) <= TOKENS.shape[1] + 3
 
 

@@ -35,8 +35,7 @@ def test_value_and_gradient_equal_the_full_logits_formula(loss: str, chunk: int)
     (gradient,) = torch.autograd.grad(value * 0.3, hidden)
     expected = plain_loss(loss, hidden, teacher, labels, head)
     (expected_gradient,) = torch.autograd.grad(expected * 0.3, hidden)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((value, gradient), (expected, expected_gradient), rtol=1e-12, atol=1e-12)
     assert metrics["loss"] == value.detach() and not metrics["loss"].requires_grad
     assert metrics.keys() == {"loss", *["ce"] * (loss in ("ce", "mixed")), *["kl"] * (loss != "ce")}
 
@@ -155,8 +154,7 @@ def test_a_vocabulary_list_restricts_draft_and_target(loss: str, chunk: int) -> 
     rows.weight.copy_(head.weight[LISTED])
     expected = plain_listed(loss, hidden, teacher, labels, rows)
     (expected_gradient,) = torch.autograd.grad(expected, hidden)
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((value, gradient), (expected, expected_gradient), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(metrics["target_loss"], plain_loss("ce", teacher, teacher, labels, head))
 
     scores, hits = objective.scores(hidden, teacher, labels, head)

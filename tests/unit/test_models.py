@@ -35,8 +35,7 @@ def test_pair_classes_are_transformers_own_and_public(family: str) -> None:
     assert issubclass(pair, causal_lm) and issubclass(pair, PretrainedModelParallelPreSplitMixin)
     assert name in longspec.__all__ and getattr(longspec, name) is pair
     assert pair_class(f"longspec.{name}.from_pretrained") is pair
-    config = read_yaml(ROOT / f"conf/model/{family}.yaml")
-    assert pair_class(config["model"]["_target_"]) is pair
+    assert pair_class(read_yaml(ROOT / f"conf/model/{family}.yaml")["model"]["_target_"]) is pair
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -237,8 +237,7 @@ def test_flash_attention_falls_back_to_sdpa_and_logs_it_once(
     warn_once.cache_clear()
     assert resolve_attention("flash_attention_2") == "sdpa" and not caplog.records, "a CPU has nothing to install"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    names = [resolve_attention("flash_attention_2") for _ in range(3)]
-    assert names == ["sdpa"] * 3
+    assert [resolve_attention("flash_attention_2") for _ in range(3)] == ["sdpa"] * 3
     assert len(caplog.records) == 1 and "flash_attention_2" in caplog.text and "PyTorch's own" in caplog.text
     assert "decoding" not in caplog.text, "decoding chooses its own attention, by length on some GPUs"
 

@@ -69,8 +69,7 @@ def test_a_draft_is_ahead_only_by_more_than_two_errors() -> None:
 
 
 def test_outputs_with_loops_are_counted_apart() -> None:
-    samples = Samples(frame(line(), line(number=1, loops=True, rounds=1)))
-    row = by_method(samples).iloc[0]
+    row = by_method(Samples(frame(line(), line(number=1, loops=True, rounds=1)))).iloc[0]
     assert (row["outputs"], row["with loops"], row["tokens per round"]) == (2, 1, "4.00")
 
 

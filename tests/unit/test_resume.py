@@ -12,13 +12,12 @@ import pytest
 import torch
 from training_fixtures import (
     equal_drafts,
-    make_target,
+    make_work,
     metrics,
     one_rank_alone,
     refused_training,
     single_rank_config,
     timeless,
-    write_texts,
 )
 
 from longspec.errors import UserError
@@ -46,10 +45,7 @@ def configured(work: Path, *overrides: str) -> TrainConfig:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps that saved each of them, with its target and data."""
-    work = tmp_path_factory.mktemp("finished")
-    make_target(work / "target")
-    for name in ("texts", "held_out"):
-        write_texts(work / f"{name}.jsonl", count=6, seed=len(name))
+    work = make_work(tmp_path_factory.mktemp("finished"), texts=6, held_out=6)
     with pytest.MonkeyPatch.context() as patch:
         for _ in one_rank_alone(patch):
             train(configured(work), Termination())
@@ -158,8 +154,7 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     assert "3 steps are few" in caplog.text and "raise max_steps" in caplog.text
     warn_of_few_steps(2, None)
     assert "train on about 250 times as much data" in caplog.text
-    bench = f"longspec bench {work}/elsewhere/target --draft {work}/out/checkpoint-last"
-    assert f"{bench}\n" in caplog.text
+    assert f"longspec bench {work}/elsewhere/target --draft {work}/out/checkpoint-last\n" in caplog.text
 
 
 def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(

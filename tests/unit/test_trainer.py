@@ -8,15 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from training_fixtures import (
-    NEEDS_MUON,
-    make_target,
-    overrides_of,
-    single_rank_config,
-    tiny_config,
-    write_answers,
-    write_texts,
-)
+from training_fixtures import NEEDS_MUON, make_work, overrides_of, single_rank_config, tiny_config, write_answers
 
 from longspec.data.collators import Collator
 from longspec.errors import UserError
@@ -38,9 +30,7 @@ MAX_POSITIONS = 4096
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and data."""
-    folder = tmp_path_factory.mktemp("work")
-    make_target(folder / "target")
-    write_texts(folder / "texts.jsonl")
+    folder = make_work(tmp_path_factory.mktemp("work"))
     write_answers(folder / "answers.jsonl")
     return folder
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pairs import Handed
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
-from training_fixtures import make_target, single_rank_config, write_answers, write_texts
+from training_fixtures import make_work, single_rank_config, write_answers
 
 from longspec.data.collators import IGNORED, Collator
 from longspec.data.packing import pack
@@ -156,10 +156,8 @@ NEVER: Any = SimpleNamespace(agreed=lambda: False)
 @pytest.fixture
 def load(tmp_path: Path):  # type: ignore[no-untyped-def]
     """The tiny first stage, with separate training and held-out texts."""
-    make_target(tmp_path / "target")
-    write_texts(tmp_path / "texts.jsonl", count=3)
-    held_out = write_texts(tmp_path / "held_out.jsonl", count=6, seed=5)
-    return partial(single_rank_config, tmp_path, f"evaluation.files={held_out}")
+    make_work(tmp_path, texts=3, held_out=6)
+    return partial(single_rank_config, tmp_path, f"evaluation.files={tmp_path}/held_out.jsonl")
 
 
 def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows: int) -> dict[str, float]:
