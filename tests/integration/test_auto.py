@@ -83,8 +83,7 @@ def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
     observed = torch.zeros(64, dtype=torch.float64)
     for seed in range(6):  # they start with different plans
         out = generate(model, prompt.expand(rows, -1), temperature=1.5, seed=seed, **settings)
-        outcomes = torch.stack(out.new_tokens) @ torch.tensor([16, 4, 1])
-        observed += outcomes.bincount(minlength=64)
+        observed += (torch.stack(out.new_tokens) @ torch.tensor([16, 4, 1])).bincount(minlength=64)
 
     texts = torch.cartesian_prod(*[torch.arange(4)] * 3)
     logits = model(torch.cat([prompt.expand(64, -1), texts], 1)).logits[:, 6:9] / 1.5

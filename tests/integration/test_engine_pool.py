@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -24,7 +24,6 @@ from longspec.inference.engine.batch import Batch
 from longspec.inference.engine.prefill import PromptReader
 from longspec.inference.fused_runner import make_runner
 from longspec.inference.methods import AUTO, METHODS, Drafting
-from longspec.kernels.shared.attention import Attend
 from longspec.kernels.torch.attention import DecodingAttention
 from longspec.models.glide import GlideMixin
 
@@ -95,8 +94,7 @@ def test_weights_and_vocabularies_that_change_take_effect(tmp_path: Path, device
     model = make_pair(tmp_path).to(device)
     before = tokens(model, prompt(9))
     model.lm_head.weight.data.neg_()
-    after = tokens(model, prompt(9))
-    assert after == [target_greedy(model, prompt(9)[0], 12)] != before
+    assert tokens(model, prompt(9)) == [target_greedy(model, prompt(9)[0], 12)] != before
     assert len(built) == 1
     model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach(), requires_grad=False)
     assert tokens(model, prompt(9)) == before
@@ -153,9 +151,7 @@ def test_a_released_engine_is_freed_at_once_and_idle_ones_with_the_model(
     try:
         for settings in ({"seed": 1, "temperature": 1.0}, {"batch_size": 1}):
             tokens(model, prompt(9), method=method, **settings)
-            reader = built[-1].reader
-            reader._passes[8] = partial(reader.chunk, 8)  # a captured pass keeps its call
-            del reader
+            built[-1].reader._passes[8] = partial(built[-1].reader.chunk, 8)  # a captured pass keeps its call
             cache = weakref.ref(built.pop().cache)
             assert engine_pool.release(model) == 1 and cache() is None
     finally:
@@ -239,17 +235,6 @@ def test_captured_starts_equal_eager_ones(
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-class _Attention(DecodingAttention):
-    """Captured chunks on torch."""
-
-    def chunk(self, rows: Tensor, ends: Tensor) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            first = int(ends) - q.shape[2]
-            return self.masked(q, k[rows], v[rows], q.new_ones(1, q.shape[2], k.shape[2]).tril(first).bool(), scale)
-
-        return attend
-
-
 @torch.no_grad()
 def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are captured at once, and those that are captured later. At the end, two rows are read together."""
@@ -257,7 +242,13 @@ def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypat
     runner = make_runner(model, "auto", compiled=True)
     if device == "cpu":  # the static tensors are the same without a graph
         monkeypatch.setattr(prefill, "capture_pass", lambda chunk, device: chunk)
-        runner.attention, runner.capturable = _Attention(), True
+        attention, runner.capturable = DecodingAttention(), True
+
+        def attend(rows: Tensor, end: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            visible = q.new_ones(1, q.shape[2], k.shape[2]).tril(end - q.shape[2]).bool()
+            return attention.masked(q, k[rows], v[rows], visible, scale)
+
+        runner.attention, attention.chunk = attention, lambda rows, ends: partial(attend, rows, int(ends))
     runner.prepare(CAPACITY)
     caches = [TargetCache(runner.config, 3, CAPACITY, runner.dtype, runner.device) for _ in range(3)]
     readers = [PromptReader(runner, cache, LARGEST, captures_later=cache is caches[2]) for cache in caches]
@@ -273,12 +264,11 @@ def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypat
             assert reader.cache.lengths[rows].tolist() == ends
 
     for row, counts in CHUNKS.items():
-        for number, count in enumerate(counts):
-            start = sum(counts[:number])
-            read(slice(row, row + 1), start, [start + count])
+        for start, end in pairwise([0, *accumulate(counts)]):
+            read(slice(row, row + 1), start, [end])
     for cache in caches[1:]:
-        for store, expected in ((cache.keys, caches[0].keys), (cache.values, caches[0].values)):
-            torch.testing.assert_close(store, expected, atol=5e-2, rtol=5e-2)
+        stores = (cache.keys, cache.values), (caches[0].keys, caches[0].values)
+        torch.testing.assert_close(*stores, atol=5e-2, rtol=5e-2)
         for row, counts in CHUNKS.items():
             assert not cache.keys[:, row, :, sum(counts) :].any(), "padding was stored"
     assert {*readers[2]._passes} == {8, 64}, "each was read three times or more"

@@ -245,8 +245,9 @@ def test_prefill_chunk_is_causal_up_to_its_end(shape: Shape, slots: int, attend:
         torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         if (attend_in_chunk := backend.chunk(rows, ends)) is not None:
             visible[1] = torch.ones(nodes, slots).tril()
-            cache = (x.new_zeros(3, *x.shape[1:]).index_copy(0, rows.cpu().long(), x) for x in (k, v))
-            k, v = (F.pad(x, (0, 0, 0, 3)) for x in cache)
+            k, v = (
+                F.pad(x.new_zeros(3, *x.shape[1:]).index_copy(0, rows.cpu().long(), x), (0, 0, 0, 3)) for x in (k, v)
+            )
             got = attend_in_chunk(q.to(device), k.to(device), v.to(device), 0.1)
             expected = dense(q, k[rows.cpu()], v[rows.cpu()], F.pad(visible, (0, 3)), 0.1)
             torch.testing.assert_close(got.cpu().double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -176,8 +176,7 @@ def test_a_head_of_the_drafts_own_trains(loss: str) -> None:
     # The teacher's states as the draft's own head would read them: the same logits by a solved linear system.
     rows = head.weight[LISTED]
     as_own = torch.linalg.lstsq(own.weight, rows @ teacher.flatten(0, 1).T).solution.T.view_as(teacher)
-    exact = torch.allclose(own(as_own), teacher @ rows.T)
-    assert exact == (len(LISTED) <= HIDDEN)
+    assert torch.allclose(own(as_own), teacher @ rows.T) == (len(LISTED) <= HIDDEN)
     expected = plain_listed(loss, hidden, as_own, labels, own)
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10)
     for actual, wanted in zip(gradients, torch.autograd.grad(expected * 0.3, (hidden, own.weight)), strict=True):

@@ -94,8 +94,7 @@ def test_parts_of_all_programs_are_seen_by_the_last_of_them(heads: tuple[int, in
     """Many replays, because the order of arrival differs between them; rows of very different lengths."""
     first = check([9000, 1, 63, 4097], (*heads, False), 32, dtype, "cuda")[0]
     for _ in range(30):
-        again = check([9000, 1, 63, 4097], (*heads, False), 32, dtype, "cuda")[0]
-        assert torch.equal(again, first)
+        assert torch.equal(check([9000, 1, 63, 4097], (*heads, False), 32, dtype, "cuda")[0], first)
 
 
 BLOCK = 48

@@ -165,8 +165,7 @@ def test_equal_logits_give_distinct_children(device: str) -> None:
         tree = Tree(*(x.to(device) for x in tree))
         tree.scores.zero_()
         tree_growth.grow_level(tree, above, 16, logits, None)
-        children = zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)
-        runs.append(list(children))
+        runs.append(list(zip(tree.parents[0, 5:].tolist(), tree.tokens[0, 5:].tolist(), strict=True)))
     assert runs[0] == runs[1] == [(3, token) for token in range(16)]
 
 
