@@ -31,8 +31,8 @@ from longspec.models.eagle3_options import PUBLISHED_NAMES, Eagle3Options, publi
 
 STEP_DECAY = 0.8
 """Weight of the loss of a step relative to that of the step before."""
-CHUNK = 256
-"""Queries per call of attention in training."""
+CHUNK = 1024
+"""Queries per call of attention in training. Backward recomputes the calls of a row that has several."""
 EMBEDDING = "embed_tokens.weight"
 
 
