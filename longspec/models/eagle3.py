@@ -202,9 +202,8 @@ class Eagle3Draft(Draft):
 
     def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], offsets: Tensor) -> Tensor:
         """Attention of the newest step, [B, H, T, D]. keys, values: those of each step so far, [B, K, T, D]."""
-        group = q.shape[1] // keys[0].shape[1]
-        keys, values = ([x.repeat_interleave(group, 1) for x in part] for part in (keys, values))
-        attend = partial(_attend_chunk, q, keys, values, offsets, self.window)
+        # Copies of the lists, which later steps extend.
+        attend = partial(_attend_chunk, q, [*keys], [*values], offsets, self.window)
         starts = range(0, q.shape[2], CHUNK)
         # Backward would keep the copies of keys and values of each chunk.
         recomputes = torch.is_grad_enabled() and len(starts) > 1
@@ -233,7 +232,8 @@ def _attend_chunk(
         own, distance = span(start - back + step, end - back + step)
         spans.append(own)
         masks.append((distance == back - step) & (distance <= reach))
-    k, v = (torch.cat([x[:, :, own] for x, own in zip(part, spans, strict=True)], 2) for part in (keys, values))
+    parts = ([x[:, :, own] for x, own in zip(part, spans, strict=True)] for part in (keys, values))
+    k, v = (torch.cat(part, 2).repeat_interleave(q.shape[1] // keys[0].shape[1], 1) for part in parts)
     return F.scaled_dot_product_attention(q[:, :, start:end], k, v, attn_mask=torch.cat(masks, 2)[:, None])
 
 

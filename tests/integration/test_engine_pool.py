@@ -277,6 +277,8 @@ def test_captured_chunks_equal_eager_ones(device: str, tmp_path: Path, monkeypat
     for cache, (row, end) in product(caches[1:], enumerate(ends)):
         torch.testing.assert_close(cache.keys[:, row, :, :end], caches[0].keys[:, row, :, :end], atol=5e-2, rtol=5e-2)
     assert readers[2]._captured_sizes(ends, 0) == [64, 8]
+    monkeypatch.setattr(prefill, "LAST_GROUP_START", -1)
+    assert not readers[1]._captured_sizes(ends, 0) and readers[1]._captured_sizes(ends[:1], 0) == [64]
     readers[2].forget_reads()
     assert not readers[2]._captured_sizes(ends, 0)
 

@@ -224,8 +224,7 @@ def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
     properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     with caplog.at_level(logging.WARNING):
-        names = {attention_name("auto", torch.device("cuda"), dtype, 128) for _ in range(3)}
-    assert names == {used}
+        assert {attention_name("auto", torch.device("cuda"), dtype, 128) for _ in range(3)} == {used}
     assert len(caplog.records) == len(named) and all(module in caplog.text for module in named)
 
 

@@ -149,8 +149,7 @@ def agree_on_gpu(
     exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     leaves = [x.cuda().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     expected, got = reference.dense_attention(*exact, mask, 0.125), attend(*leaves)
-    tolerance = {"atol": 3e-2, "rtol": 3e-2}
-    torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
+    torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     (expected * weight).sum().backward()
     (got * weight.cuda()).sum().backward()

@@ -180,8 +180,10 @@ class Intake:
         if first.ticket.reads_alone:
             return [first]
         equal = {row.number: row for row in self.reading if len(row.tokens) == start and not row.ticket.reads_alone}
-        # The passes over few rows take one row each where they are captured, so long prompts are not read in turns.
-        most_rows = 1 if self.batch.reader.captures else PREFILL_ROWS
+        # Where passes are captured, each takes one row, so long prompts are not read in turns.
+        reader = self.batch.reader
+        is_captured = reader.captures and min(first.unread, budget) <= reader.sizes[-1]
+        most_rows = 1 if is_captured else PREFILL_ROWS
         groups = joined_rows([(number, equal[number].unread) for number in sorted(equal)], budget, most_rows)
         group = next(group for group in groups if group.start <= first.number < group.stop)
         return [equal[number] for number in range(group.start, group.stop)]

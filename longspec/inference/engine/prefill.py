@@ -15,15 +15,19 @@ from longspec.inference.engine.capture import CapturedPass, capture_pass
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import Sampler
 from longspec.kernels.shared.device import upload
+from longspec.models.parallel import model_parallel_rank_and_size
 from longspec.models.target_attention import LayerInputs
 
 PREFILL_TOKENS = 4096
 """Largest number of prompt tokens per pass, summed over its rows, where no row waits for a round."""
 PREFILL_ROWS = 8
 """Largest number of rows per pass, unless one pass reads all: chunks must be long, as each reads the prefix again."""
-CAPTURED_ROWS = 8
-"""Largest number of rows that are read in a captured pass each. For a small target, the launches of an eager pass take
-15 to 28 ms in the engine, and a captured pass over a short prompt 1.2 to 2.3 ms."""
+CAPTURED_BYTES = 24 * 10**9
+"""Most bytes of weights that the captured passes of a group read, if it has several rows. In an engine, the launches of
+one eager pass take 15 ms or more, in which an H200 reads three times as many bytes."""
+LAST_GROUP_START = 2048
+"""Largest position from which on several rows are read in a captured pass each, as passes after long prefixes do not
+fill the device."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 EAGER_PASSES = 2
@@ -89,6 +93,11 @@ class PromptReader:
         """Number of times that each size was read, where passes are captured later."""
         self.capture_s = 0.0
         """Seconds that captures have taken."""
+        weights = sum(weight.nbytes for weight in runner.model.parameters())
+        # Ranks that share a target have to decide alike, but may hold parts of unlike sizes.
+        shares = model_parallel_rank_and_size()[1] > 1
+        self.most_rows = 1 if shares else max(1, min(PREFILL_ROWS, CAPTURED_BYTES // weights))
+        """Rows of a group that are read in a captured pass each."""
 
     @property
     def can_capture(self) -> bool:
@@ -132,7 +141,7 @@ class PromptReader:
         else:
             hidden = self._read_eagerly(rows, tokens, start, ends)
             if len(ends) > 1:
-                last = upload(torch.tensor([max(count, 1) - 1 for count in counts]), hidden.device)
+                last = upload(torch.tensor(counts) - 1, hidden.device)
                 hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))
             hidden = hidden[:, -1:]
         self.cache.lengths[rows] = upload(torch.tensor(ends, dtype=torch.int32), hidden.device)
@@ -143,13 +152,14 @@ class PromptReader:
         eager pass over all of them."""
         room = self.cache.keys.shape[3] - start
         sizes = [next((size for size in self.sizes if count <= size <= room), 0) for count in counts]
-        if not self.captures or len(counts) > CAPTURED_ROWS or not all(sizes):
+        most = self.most_rows if start <= LAST_GROUP_START else 1
+        if not self.captures or len(counts) > most or not all(sizes):
             return []
         if self.captures_later:
             self._reads.update({*sizes})
             if any(self._reads[size] <= EAGER_PASSES for size in sizes):
                 return []
-            for size in sorted({*sizes} - self._passes.keys()):
+            for size in sorted({*sizes} - self._passes.keys(), reverse=True):
                 self._capture(size)
         return sizes
 
