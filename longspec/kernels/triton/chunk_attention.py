@@ -14,7 +14,7 @@ from longspec.kernels.triton.attention_tiles import (
     prefix_tiles,
 )
 from longspec.kernels.triton.paged_attention import attend_to_block
-from longspec.kernels.triton.prefix_attention import attend_to_blocks
+from longspec.kernels.triton.prefix_attention import attend_to_blocks, part_row
 
 
 # out = softmax(scale * q . k_j) . v_j over the slots j up to the query's own. One program takes BLOCK_M query rows of
@@ -36,9 +36,6 @@ def _chunk_kernel(
     stride_vb,
     stride_vh,
     stride_vs,
-    stride_ob,
-    stride_oh,
-    stride_on,
     scale_log2,
     kv_heads,
     group,
@@ -57,7 +54,6 @@ def _chunk_kernel(
     start = tl.load(ends_ptr + batch).to(tl.int32) - num_rows // group
     whole = (start + first_row // group + 1) // BLOCK_N
     last = start + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // group
-
     q_base = q_ptr + batch * stride_qb + kv_head * group * stride_qh
     q = load_query_tile(q_base, stride_qh, stride_qn, row, dim, group, num_rows, HEAD_DIM)
     k_base = k_ptr + cache_row * stride_kb + kv_head * stride_kh
@@ -71,9 +67,7 @@ def _chunk_kernel(
         v = load_key_tile(v_base, stride_vs, slot, dim, slot <= last, HEAD_DIM)
         bias = tl.where(slot[None, :] <= (start + row // group)[:, None], 0.0, float("-inf"))
         row_max, row_sum, acc = attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
-
-    out_rows = out_ptr + batch * stride_ob + (kv_head * group + row % group) * stride_oh
-    out_rows += (row // group).to(tl.int64) * stride_on
+    out_rows = out_ptr + part_row(0, batch, 1, row, num_rows, kv_head, kv_heads, group) * HEAD_DIM
     in_tile = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(out_rows[:, None] + dim[None, :], acc / row_sum[:, None], mask=in_tile)
 
@@ -89,7 +83,7 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, ends: Tensor,
     tiles = prefix_tiles(group * nodes, head_dim, q.dtype, describe_gpu(q.device).shared_memory)
     _chunk_kernel[(triton.cdiv(group * nodes, tiles.block_m), batch * kv_heads)](
         *(q, k, v, rows, ends, out),
-        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+        *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         *(scale * LOG2_E, kv_heads, group, group * nodes),
         **tiles.options(head_dim),
     )

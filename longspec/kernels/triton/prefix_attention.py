@@ -67,10 +67,10 @@ def attend_to_blocks(
 
 
 @triton.jit
-def _part_row(split, batch, batches, row, num_rows, kv_head, kv_heads, group):
+def part_row(split, batch, batches, row, num_rows, kv_head, kv_heads, group):
     """Where a part of a row is written, int64. The parts are laid out [P, B, N, H], and row = node * group + head."""
-    part_row = ((split * batches + batch) * (num_rows // group) + row // group).to(tl.int64)
-    return (part_row * kv_heads + kv_head) * group + row % group
+    node = ((split * batches + batch) * (num_rows // group) + row // group).to(tl.int64)
+    return (node * kv_heads + kv_head) * group + row % group
 
 
 # For a query q and the keys k_j and values v_j of split p, by online softmax over blocks of keys:
@@ -127,8 +127,8 @@ def _prefix_kernel(
     acc, row_sum, row_max = attend_to_blocks(
         q, k_tile, v_tile, stride_ks, stride_vs, first, last, dim, scale_log2, HEAD_DIM, BLOCK_N
     )
-    part_row = _part_row(split, batch, tl.num_programs(2) // kv_heads, row, num_rows, kv_head, kv_heads, group)
-    store_part(out_ptr, lse_ptr, part_row, acc, row_sum, row_max, row < num_rows, dim, HEAD_DIM)
+    rows_out = part_row(split, batch, tl.num_programs(2) // kv_heads, row, num_rows, kv_head, kv_heads, group)
+    store_part(out_ptr, lse_ptr, rows_out, acc, row_sum, row_max, row < num_rows, dim, HEAD_DIM)
 
 
 def prefix_attention(
