@@ -30,8 +30,7 @@ def write_gguf(
     rope: GGUF metadata of the rotary scaling. without: leaves out the tensors whose names contain this.
     metadata: further entries of type str, int (uint16) or list of str.
     """
-    tokenizer = byte_tokenizer()
-    vocab = tokenizer.get_vocab()
+    vocab = byte_tokenizer().get_vocab()
     sizes = {"hidden_size": 64, "intermediate_size": 96} if quantized else {}
     folder = save_target(file.with_suffix(""), family, vocab_size=len(vocab), **sizes, **overrides)
     model = GLIDE[family].target_class.from_pretrained(folder)

@@ -144,8 +144,7 @@ def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> Non
 def test_large_hidden_states_are_normalized(dtype: torch.dtype) -> None:
     """The sum of their squares does not fit into float16."""
     hidden, weight = torch.full((1, 3, 576), 20.0, dtype=dtype), torch.ones(576, dtype=dtype)
-    stream = Backend.stream(hidden, 1e-5)
-    torch.testing.assert_close(stream.normed(weight), torch.ones_like(hidden))
+    torch.testing.assert_close(Backend.stream(hidden, 1e-5).normed(weight), torch.ones_like(hidden))
 
 
 def test_a_draft_layer_with_its_own_forward_is_decoded_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +217,7 @@ def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
     launches = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **settings: launches.append(kernel))
     model = make_pair(tmp_path)
-    backend = TritonBackend(TritonAttention())
-    runner = FusedRunner(model, backend)
+    runner = FusedRunner(model, TritonBackend(TritonAttention()))
     runner.prepare(256)
     batch = Batch(runner, Drafting(method, (4, 16, 16), 4, rule, None, method == "tree"), 2, 200)
     draft = [x for x in batch.drafter.row_states() if x.is_floating_point()]

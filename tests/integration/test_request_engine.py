@@ -21,7 +21,7 @@ from longspec.inference.adaptive.controller import Controller
 from longspec.inference.adaptive.time_cache import RoundTimes
 from longspec.inference.answering import Conversation, Listener, answer_all
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.prefill import PREFILL_TOKENS
+from longspec.inference.engine.prefill import PREFILL_TOKENS, PromptReader
 from longspec.inference.engine.request_engine import EngineSettings, RequestEngine
 from longspec.inference.engine.requests import Event, Finished, Request, Tokens
 from longspec.inference.engine.static_batch import StaticBatch
@@ -54,7 +54,17 @@ def note_passes(engine: RequestEngine, log: list[Any]) -> None:
     engine.batch.read_prompts = noted  # type: ignore[method-assign]
 
 
-def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideMixin) -> None:
+@pytest.mark.parametrize(
+    ("captured", "expected", "reused"),
+    # 256 tokens at most, with padding. Fewer than 64 tokens of the prefix are not waited for.
+    [(False, [[2, 9, 3, 64], [36, 37, 37]], 64), (True, [[2, 9, 3], [100], [1, 1]], 100)],
+)
+def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(
+    model: GlideMixin, captured: bool, expected: list[list[int]], reused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes take one row each, no long prompt is read in turns with short ones."""
+    monkeypatch.setattr(PromptReader, "captures", captured)
+    monkeypatch.setattr(PromptReader, "_captured_sizes", lambda *_: [])
     long = [1, 2, 3, 4, 5] * 20
     prompts = [[1, 2], [3] * 9, [4, 5, 6], long, [*long, 6], [*long, 2]]
     engine = RequestEngine(model, EngineSettings(VANILLA, 6, memory=2**27, prefill_chunk=256))
@@ -63,11 +73,10 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(model: GlideM
     tickets = [engine.add(Request(prompt, 5), take.append) for prompt, take in zip(prompts, answers, strict=True)]
     while engine.step():
         pass
-    # 256 tokens at most, with padding. Fewer than 64 tokens of the prefix are not waited for.
-    assert passes == [[2, 9, 3, 64], [36, 37, 37]]
+    assert passes == expected
     for prompt, events in zip(prompts, answers, strict=True):
         assert ids(events) == target_greedy(model, torch.tensor(prompt), 5)
-    assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, 64, 64]
+    assert [ticket.cached_prompt_tokens for ticket in tickets] == [0, 0, 0, 0, reused, reused]
 
 
 def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +217,7 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
     assert plans[0] == plans[1] and counts[0] == counts[1]
     assert [ids(events) for events in blocks] == [ids(events) for events in single]
     assert max(map(len, blocks)) < (12 if method == "vanilla" else 80) and max(map(len, single)) > 90
-    expected = target_greedy(model, torch.tensor(cancelled.prompt), 100)
-    assert ids(blocks[0])[:90] == expected[:90]
+    assert ids(blocks[0])[:90] == target_greedy(model, torch.tensor(cancelled.prompt), 90)
     ends = [[events[-1].reason for events in one if isinstance(events[-1], Finished)] for one in answers]
     assert ends[0] == ends[1]
 

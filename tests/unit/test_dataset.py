@@ -126,8 +126,7 @@ def test_long_text_is_split_into_pieces_or_cut(build):
 def test_a_sample_of_one_token_is_left_out_and_counted(build, caplog, overflow):
     """Nothing predicts its only token, here the EOS that the text already has."""
     caplog.set_level(logging.INFO)
-    rows = build([{"text": "</s>"}, {"text": "ab"}], overflow=overflow)
-    assert tokens(rows) == [[[*ids("ab"), EOS]]]
+    assert tokens(build([{"text": "</s>"}, {"text": "ab"}], overflow=overflow)) == [[[*ids("ab"), EOS]]]
     assert "1 samples of 3 tokens (left out: 1 with an empty answer" in caplog.text
 
 

@@ -82,8 +82,7 @@ def check_tree(samplings: list[dict[str, Any]], seed: int, kind: PenaltyKind | N
     found = sampler.penalized(logits, tree)
     for row, options in enumerate(samplings):
         for node in range(9):
-            path = tree.tokens[row, 1:][tree.visible[row, node, 1:]].tolist()
-            ids = torch.tensor([texts[row] + path])
+            ids = torch.tensor([texts[row] + tree.tokens[row, 1:][tree.visible[row, node, 1:]].tolist()])
             expected = processed(ids, logits[row, node, None], int(lengths[row]), options, [EOS])
             torch.testing.assert_close(found[row, node], expected[0], rtol=1e-6, atol=1e-6)
             if not options:

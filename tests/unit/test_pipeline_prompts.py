@@ -167,8 +167,7 @@ def test_the_users_prompts_are_split_by_their_text(
     assert "--text: left out: 1 prompts not of at most" in capsys.readouterr().out
     contents = {split: {record["messages"][-1]["content"] for record in own[split]} for split in SPLITS}
     assert all(contents.values()) and len(set().union(*contents.values())) == sum(map(len, contents.values())) == 100
-    makers = Makers(target, Texts(own=own["test"]), "test")
-    (record,) = makers.records("own", [0], random.Random(0))
+    (record,) = Makers(target, Texts(own=own["test"]), "test").records("own", [0], random.Random(0))
     assert record["messages"][-1]["content"] in contents["test"]
     settings.prompts.contexts = [1, 5]
     with pytest.raises(UserError, match="--text: no prompt of at most 5 tokens"):

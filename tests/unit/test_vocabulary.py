@@ -175,8 +175,7 @@ def test_sampling_does_not_lose_improbable_paths(device: str) -> None:
     tree.scores[:, above] -= 500.0
     logits = random_logits(2, 3, 300)
     logits[..., 17] = 80.0
-    got = check_level(tree, above, 6, logits, 1.0, True, device)
-    assert got.arrivals[:, above.stop :].isfinite().all()
+    assert check_level(tree, above, 6, logits, 1.0, True, device).arrivals[:, above.stop :].isfinite().all()
 
 
 def tokens_of(backend: type[Backend], operation: str, logits: Tensor, temperature: Tensor, watch: Watch) -> Tensor:

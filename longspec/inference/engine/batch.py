@@ -67,7 +67,7 @@ class Batch(BatchRows):
         self.drafter = methods.make_drafter(drafting, runner, max_rows, sampler, self.details)
         self.drafter.reserve(capacity)
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
-        # Rows that start one after another have short passes, which an eager pass's launches would dominate.
+        # Where rows start one after another, passes are short, and their launches would take most of the time.
         largest, later = (prefill_chunk, False) if self.details else (PREFILL_CHUNK, not pooled.is_whole)
         layers = self.drafter.layer_inputs
         self.reader = PromptReader(runner, self.cache, largest, layers, self.starter.feed, later)

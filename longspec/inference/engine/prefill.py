@@ -26,8 +26,8 @@ CAPTURED_BYTES = 24 * 10**9
 """Most bytes of weights that the captured passes of a group read, if it has several rows. In an engine, the launches of
 one eager pass take 15 ms or more, in which an H200 reads three times as many bytes."""
 LAST_GROUP_START = 2048
-"""Largest position from which on several rows are read in a captured pass each, as passes after long prefixes do not
-fill the device."""
+"""Largest start position at which the rows of a group are read in a captured pass each. After a longer prefix, a pass
+over one row does not fill the device."""
 SIZES = 8
 """Number of captured sizes: a chunk is padded by less than an eighth of the largest one."""
 EAGER_PASSES = 2
@@ -196,8 +196,8 @@ class PromptReader:
 
 def joined_rows(unread: Sequence[tuple[int, int]], most_tokens: int, most_rows: int = PREFILL_ROWS) -> list[slice]:
     """Groups of consecutive rows that are read together, at most `most_tokens` tokens at a time. unread: row number and
-    number of unread tokens of each row that has any, in ascending order. most_rows: rows of a group that does not end
-    with these tokens."""
+    number of unread tokens of each row that has any, in ascending order. most_rows: largest number of rows of a group
+    that has more tokens than that."""
     groups: list[slice] = []
     longest = 0
     for row, rest in unread:

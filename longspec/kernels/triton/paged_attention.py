@@ -24,6 +24,7 @@ from longspec.kernels.triton.attention_tiles import (
 )
 from longspec.kernels.triton.online_softmax import finite
 from longspec.kernels.triton.overlap import overlap_options
+from longspec.kernels.triton.prefix_attention import part_row
 
 MERGE_WARPS = 2
 
@@ -137,15 +138,13 @@ def _paged_parts_kernel(
         bias = tl.where(visible, 0.0, float("-inf"))
         row_max, row_sum, acc = attend_to_block(q, k, v, bias, row_max, row_sum, acc, scale_log2)
 
-    # The parts are laid out [parts, B, N, H]; row = node * group + head within the group.
-    part_row = ((part * (tl.num_programs(2) // kv_heads) + batch) * (num_rows // group) + row // group).to(tl.int64)
-    part_row = (part_row * kv_heads + kv_head) * group + row % group
+    rows_out = part_row(part, batch, tl.num_programs(2) // kv_heads, row, num_rows, kv_head, kv_heads, group)
     # A row that sees no key of the part has the LSE -inf, and its output is not read.
     sees_key = row_sum > 0.0
     divisor = tl.where(sees_key, row_sum, 1.0)
-    tl.store(lse_ptr + part_row, row_max + tl.log2(divisor), mask=in_rows)
+    tl.store(lse_ptr + rows_out, row_max + tl.log2(divisor), mask=in_rows)
     in_tile = (in_rows & sees_key)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(out_ptr + part_row[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
+    tl.store(out_ptr + rows_out[:, None] * HEAD_DIM + dim[None, :], acc / divisor[:, None], mask=in_tile)
 
 
 # out = sum_p 2^(lse_p - m) * out_p / sum_p 2^(lse_p - m), m = max_p lse_p. One program takes one query row.
