@@ -104,13 +104,13 @@ def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
     print_result("decoding", options, **result)
 
 
-def decoding_pair(shape: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> GlideMixin:
+def decoding_pair(shape: str) -> GlideMixin:
     """The random pair of a shape, or this rank's part of it. Raises UserError if the ranks cannot share it."""
     ranks = model_parallel_rank_and_size()[1]
     if ranks > 1:
         check_divisible(SHAPES[shape], ranks, shape)
         torch.manual_seed(0)  # the ranks' drafts are parts of one
-    pair = random_pair(shape, device, dtype)
+    pair = random_pair(shape)
     if ranks > 1:
         split_draft(pair)
     return pair.eval()

@@ -141,8 +141,7 @@ def open_pair(
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model)))
     if chat_format == "plain":
         _note(f"{name}: its tokenizer has no chat template, so prompts are plain text")
-    settings: tuple[Any, ...] = {}, source.deterministic, applied or ()
-    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, *settings)
+    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, {}, source.deterministic, applied or ())
 
 
 def _note(line: str) -> None:

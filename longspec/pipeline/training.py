@@ -120,7 +120,6 @@ def _architecture(training: TrainingSettings) -> dict[str, Any]:
 
 
 def run_folder(root: Path, seed: int) -> Path:
-    """The folder of a run's stages."""
     return root / "training" / f"recipe-{seed}"
 
 

@@ -31,9 +31,7 @@ DEFAULTS = {field.name: field.default for field in fields(Settings)}
 def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
     """Write a split, and return its path on rank 0. A stop signal ends it at once; complete shards are kept."""
     options = vars(_parser(prog).parse_args(argv))
-    dtype = options.pop("dtype")
-    device = options.pop("device")
-    tp_size = options.pop("tp_size")
+    dtype, device, tp_size = (options.pop(name) for name in ("dtype", "device", "tp_size"))
     options["token_options"] = given_options(options) or None
 
     transformers.utils.logging.disable_progress_bar()

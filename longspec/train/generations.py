@@ -115,14 +115,14 @@ def drafts(output: Path) -> list[Path]:
     return [folder for folder in folders if is_whole(folder)]
 
 
-def find_latest(output_dir: str | Path) -> tuple[Path, Marker] | None:
+def find_latest(output: Path) -> tuple[Path, Marker] | None:
     """The newest undamaged DeepSpeed state, with a warning if newer ones are damaged. Raises UserError if all are."""
-    return _first_undamaged(states(Path(output_dir)), "checkpoint")
+    return _first_undamaged(states(output), "checkpoint")
 
 
-def find_draft(output_dir: str | Path) -> tuple[Path, Marker] | None:
+def find_draft(output: Path) -> tuple[Path, Marker] | None:
     """The newest undamaged draft in an output folder, as `find_latest`."""
-    return _first_undamaged(drafts(Path(output_dir)), "draft")
+    return _first_undamaged(drafts(output), "draft")
 
 
 def _first_undamaged(folders: list[Path], kind: str) -> tuple[Path, Marker] | None:

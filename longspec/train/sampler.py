@@ -39,7 +39,6 @@ class ResumableSampler(Sampler[list[int]]):
 
     def batch(self, micro_step: int) -> list[int]:
         """This rank's row numbers in `micro_step`."""
-        # The rows of one micro-step over all ranks are consecutive in the endless sequence.
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         return [self._row(index) for index in range(first, first + self.batch_size)]
 
