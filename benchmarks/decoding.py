@@ -7,8 +7,6 @@ shapes alone. Tokens/s need acceptance lengths that `longspec draft` measured fo
 the floor is that of its part, without communication.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """The pair of a command: loaded by name or path, with a method that it supports."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ They are the embedded draft's (docs/reproduce.md), scaled to the target: with 30
 vocabulary of 49,152 tokens they are its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
