@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from longspec.cli.train import ROOT, TRAINER, gpu_options
-from longspec.cli.train import launch_line as trainer_line
+from longspec.cli.train import LAUNCHER, ROOT, gpu_options, trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
 from longspec.ranks.agreement import ALONE
@@ -72,9 +71,8 @@ LAST_LINES = 15
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The command that trains `config` with these overrides on `ranks` ranks: DeepSpeed's, on a free port. One rank
     needs no launcher, whose two processes import torch first."""
-    launcher = [*gpu_options(ranks), "--master_port", str(free_port())] if ranks > 1 else []
-    line = trainer_line(config, hydra_overrides(overrides), launcher)
-    return line if ranks > 1 else [sys.executable, "-u", *line[line.index(str(ROOT / TRAINER)) :]]
+    start = [*LAUNCHER, *gpu_options(ranks), "--master_port", str(free_port())] if ranks > 1 else [sys.executable, "-u"]
+    return [*start, *trainer_line(config, hydra_overrides(overrides))]
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
