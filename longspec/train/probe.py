@@ -121,7 +121,7 @@ def probe(
 def _train(config: TrainConfig, inputs: Inputs, pair: Any, candidates: Sequence[Candidate]) -> None:
     steps = config.max_steps or 1
     sampler = ResumableSampler(len(inputs.rows), config.per_device_train_batch_size, 0, 1, config.seed, 0, steps)
-    batches = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation=1)
+    batches = loader(inputs, sampler, config.data.num_workers, accumulation=1)
     for number, arrays in enumerate(tqdm(batches, desc=f"probe of {len(candidates)} drafts", unit="step")):
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         tokens = max(1, int((batch["labels"] != IGNORED).sum()))
