@@ -22,7 +22,9 @@ from longspec.ranks.agreement import ALONE
 from longspec.ranks.replicas import Replicas
 from longspec.signals import deferred_signals, end_with_parent
 from longspec.train.config import quoted
+from longspec.train.generations import METRICS_NAME
 
+LAST_LINES = 15
 TIME_TO_SAVE_S = 60
 """Seconds that a stopped training launch has to save its last step."""
 
@@ -64,10 +66,6 @@ def share_work(work: Callable[..., None], settings: Settings, root: Path, ranks:
             )
 
 
-METRICS = "metrics.jsonl"
-LAST_LINES = 15
-
-
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The command that trains `config` with these overrides on `ranks` ranks: DeepSpeed's, on a free port. One rank
     needs no launcher, whose two processes import torch first."""
@@ -100,7 +98,7 @@ def launch(command: list[str], folder: Path, steps: int) -> float:
     environment = {"OMP_NUM_THREADS": "4"} | os.environ | ALONE  # a launcher sets other values for its ranks
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    log, metrics = folder / "log.txt", folder / METRICS
+    log, metrics = folder / "log.txt", folder / METRICS_NAME
     began = time.perf_counter()
     options = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT}
     bar = tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step")

@@ -37,6 +37,8 @@ EARLIER = "checkpoint-earlier"
 """Prefix of the folders with drafts of earlier runs."""
 REMOVED = ".removed"
 """Name of a folder while it is removed."""
+METRICS_NAME = "metrics.jsonl"
+"""File of an output folder with one JSON line per step."""
 
 
 def complete_saves(output: Path, overwrite: bool = False) -> None:
