@@ -53,7 +53,7 @@ class Comparison:
     forced: list[MethodSettings] = field(default_factory=list)
     """Teacher-forced methods, measured with each seed."""
     decoding: list[MethodSettings] = field(default_factory=list)
-    """Methods that decode with the drafts of the first seed, except those of arms with `like`, for the time per round."""
+    """Methods that decode for the time per round, with the drafts of the first seed; not those of arms with `like`."""
     jobs_per_gpu: int = 1
     """Trainings and teacher-forced measurements that share a GPU. Whatever is timed has a GPU to itself."""
 
