@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import noted
 from pairs import OPTIONS, make_pair, tiny_config
 from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 
 from longspec.inference import memory
 from longspec.inference.cache import TargetCache
-from longspec.inference.generate import GenerationOutput, generate
 from longspec.inference.methods import METHODS
 from longspec.inference.request import row_seed
 from longspec.longbench import measurement
@@ -22,7 +22,6 @@ from longspec.longbench.command import main, parse_options
 from longspec.longbench.plan import make_plan
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
-from longspec.models.glide import GlideMixin
 
 ROOT = Path(__file__).parents[2]
 Refused, Setting = Callable[..., str], tuple[Path, Path]
@@ -104,13 +103,7 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["vanilla", "tree"])
 def test_methods_warm_up_before_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """One short call on the longest prompt, with the run's own settings, comes first and leaves no trace."""
-    calls = []
-
-    def spied(model: GlideMixin, ids: list[list[int]], **settings: object) -> GenerationOutput:
-        calls.append((max(map(len, ids)), settings))
-        return generate(model, ids, **settings)
-
-    monkeypatch.setattr(measurement, "generate", spied)
+    calls = noted(monkeypatch, measurement, "generate", lambda model, ids, **given: (max(map(len, ids)), given))
     target, data = make_target(tmp_path / "target"), write_records(tmp_path / "data", count=2)
     options = ["--method", method, "--max_gen_len", "20", "--tree_shape", "3,3", "--temperature", "0.7"]
     options += ["--seed", "5"]

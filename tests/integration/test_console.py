@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from calls import noted
 from http_server import TEMPLATE
 from pairs import make_pair
 from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
@@ -152,19 +153,12 @@ def test_a_terminal_shows_texts_and_a_pipe_gets_json(target: Path, monkeypatch: 
 
 
 def test_the_chat_template_frames_plain_prompts_unless_raw(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-    real = pairs.LoadedPair.requests
-
-    def noted(self: Any, rows: list[list[int]], *rest: Any) -> Any:
-        asked.extend(rows)
-        return real(self, rows, *rest)
-
-    monkeypatch.setattr(pairs.LoadedPair, "requests", noted)
+    asked = noted(monkeypatch, pairs.LoadedPair, "requests", lambda pair, rows, *_: rows)
     given = ["generate", "-", "--model", target, "--max_new_tokens", 2]
     output = invoke(*given, input="hello\n").stdout
     assert json.loads(output)["prompt"] == "hello" and json.loads(output)["finish_reason"] == "length"
     invoke(*given, "--raw", input="hello\n")
-    assert [byte_tokenizer().decode(ids) for ids in asked] == ["<user>hello</s><a>", "hello"]
+    assert [[byte_tokenizer().decode(ids) for ids in rows] for rows in asked] == [["<user>hello</s><a>"], ["hello"]]
 
 
 def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(target: Path, tmp_path: Path) -> None:
@@ -193,13 +187,7 @@ def test_prompts_that_the_target_cannot_take_are_named_or_left_out_and_counted(t
 
 def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_cache, "user_cache", lambda kind: tmp_path)
-    generate, played = pairs.LoadedPair.generate, []
-
-    def noted(self: pairs.LoadedPair, *args: Any, method: str, **options: Any) -> Any:
-        played.append(method)
-        return generate(self, *args, method=method, **options)
-
-    monkeypatch.setattr(pairs.LoadedPair, "generate", noted)
+    played = noted(monkeypatch, pairs.LoadedPair, "generate", lambda *_, method, **options: method)
     given = ["--max_new_tokens", 3, "--png", tmp_path / "a.png"]
     result = invoke("bench", target, *given)
     summary = json.loads(result.stdout.splitlines()[-1])

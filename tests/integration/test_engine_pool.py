@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import noted
 from pairs import OPTIONS, make_pair, target_greedy
 from torch import Tensor
 
@@ -55,14 +56,7 @@ def idle(model: GlideMixin) -> list[Batch]:
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Batch]]:
     """The engines that were built."""
-    engines: list[Batch] = []
-    init = Batch.__init__
-
-    def noted(self: Batch, *arguments: Any) -> None:
-        engines.append(self)
-        init(self, *arguments)
-
-    monkeypatch.setattr(Batch, "__init__", noted)
+    engines = noted(monkeypatch, Batch, "__init__", lambda engine, *_: engine)
     yield engines
     engines.clear()
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import noted
 from pairs import make_pair, target_greedy
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
@@ -97,14 +98,7 @@ def test_rows_that_wait_get_the_tokens_of_one_batch(
 
 def test_a_round_is_one_pass_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted tokens are not read again."""
-    columns: list[int] = []
-    own = FusedRunner.target
-
-    def noted(self: FusedRunner, tokens: Tensor, *others: Any) -> Tensor:
-        columns.append(tokens.shape[1])
-        return own(self, tokens, *others)
-
-    monkeypatch.setattr(FusedRunner, "target", noted)
+    columns = noted(monkeypatch, FusedRunner, "target", lambda runner, tokens, *_: tokens.shape[1])
     (row,) = prompts(9)
     out = generate(make_pair(tmp_path), row[None], method="tree", max_new_tokens=20, tree_shape=(3, 5))
     assert columns[-out.stats.rounds :] == [9] * out.stats.rounds and sum(columns[: -out.stats.rounds]) == 9
@@ -113,9 +107,7 @@ def test_a_round_is_one_pass_of_the_target(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.usefixtures("ahead")
 def test_no_round_is_played_that_cannot_be_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vanilla emits one token per round, after the first one."""
-    played = []
-    play = Batch.play
-    monkeypatch.setattr(Batch, "play", lambda *arguments: played.append(0) or play(*arguments))
+    played = noted(monkeypatch, Batch, "play", lambda *_: 0)
     generate(make_pair(tmp_path), *padded(prompts(4, 9), "left"), method="vanilla", max_new_tokens=7, pad_token_id=0)
     assert len(played) == 6
 

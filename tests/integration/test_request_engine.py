@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, pairwise, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from calls import noted
 from oracles import Oracle
 from pairs import OPTIONS, make_pair, target_greedy
 from serving import ids
@@ -43,15 +43,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     return make_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB)
 
 
-def note_passes(engine: RequestEngine, log: list[Any]) -> None:
-    """Log the numbers of tokens that each pass reads of its prompts."""
-    read = engine.batch.read_prompts
-
-    def noted(rows: slice, chunks: Any, start: int) -> Any:
-        log.append([len(chunk) for chunk in chunks])
-        return read(rows, chunks, start)
-
-    engine.batch.read_prompts = noted  # type: ignore[method-assign]
+def tokens_of_a_pass(rows: slice, chunks: list[list[int]], start: int) -> list[int]:
+    """Number of tokens that `read_prompts` reads of each prompt."""
+    return [len(chunk) for chunk in chunks]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +62,7 @@ def test_short_prompts_are_read_in_one_pass_and_a_long_prefix_once(
     long = [1, 2, 3, 4, 5] * 20
     prompts = [[1, 2], [3] * 9, [4, 5, 6], long, [*long, 6], [*long, 2]]
     engine = RequestEngine(model, EngineSettings(VANILLA, 6, memory=2**27, prefill_chunk=256))
-    note_passes(engine, passes := [])
+    passes = noted(monkeypatch, engine.batch, "read_prompts", tokens_of_a_pass)
     answers: list[list[Event]] = [[] for _ in prompts]
     tickets = [engine.add(Request(prompt, 5), take.append) for prompt, take in zip(prompts, answers, strict=True)]
     while engine.step():
@@ -84,11 +78,10 @@ def test_rows_that_are_refilled_together_are_read_together(model: GlideMixin, mo
     monkeypatch.setattr("longspec.inference.engine.intake.LEAST_SHARED", 256)  # as on a GPU
     settings = EngineSettings(VANILLA, 32, longest=110, kind=GREEDY_KIND, refill=16, prefill_chunk=735, in_blocks=True)
     engine = RequestEngine(model, settings)
-    note_passes(engine, log := [])
+    log = noted(monkeypatch, engine.batch, "read_prompts", tokens_of_a_pass)
+    noted(monkeypatch, engine.batch, "play", lambda *key: 0, log)
     for number in range(90):
         engine.add(Request([1, 2, 3, 4, 5, 6, 0] * 10, 2 + number * 7 % 32), log.append)
-    play = engine.batch.play
-    engine.batch.play = lambda *key: log.append(0) or play(*key)  # type: ignore[method-assign]
     while engine.step():
         pass
     passes = [{*entry} for entry in log if isinstance(entry, list)]
@@ -180,14 +173,7 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
     monkeypatch.setattr("longspec.inference.engine.backlog.ROUNDS", 64)
     answers: list[list[list[Event]]] = []
     plans, counts = [], []
-    ended: list[list[int]] = []
-    end = Controller.end
-
-    def noted(controller: Controller, row: int) -> None:
-        ended.extend(trace.tokens.tolist() for trace in [controller.traces.get(row)] if trace is not None)
-        end(controller, row)
-
-    monkeypatch.setattr(Controller, "end", noted)
+    ended = noted(monkeypatch, Controller, "end", lambda controller, row: controller.traces.get(row))
     for in_blocks in (False, True):
         ended.clear()
         turns = cycle((0, 0, 0, 0, 0, 0, 0, 1, 2, 0, 1, 3))
@@ -210,9 +196,10 @@ def test_tokens_in_blocks_are_those_of_single_rounds(
         texts = [
             request.prompt + ids(events) for request, events in zip([cancelled, *requests], answers[-1], strict=True)
         ]
-        for traced in ended:  # it knows the texts up to the last rounds
+        traces = [trace.tokens.tolist() for trace in ended if trace is not None]
+        for traced in traces:  # it knows the texts up to the last rounds
             assert traced in [text[: len(traced)] for text in texts]
-        assert len(ended) == (len(texts) if method == "auto" else 0)
+        assert len(traces) == (len(texts) if method == "auto" else 0)
     single, blocks = answers
     assert plans[0] == plans[1] and counts[0] == counts[1]
     assert [ids(events) for events in blocks] == [ids(events) for events in single]

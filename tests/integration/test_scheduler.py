@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import noted
 from pairs import FAMILIES, drafted_pair, make_pair
 from serving import SMALL, Answer, alone, answers, random_requests, serving
 from torch import Tensor
@@ -146,18 +147,8 @@ def test_a_follow_up_reuses_its_row(models: Models, options: str, temperature: f
 def test_running_rows_wait_for_one_chunk_at_most(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[int] = []
     with serving(models("llama"), max_rows=3) as scheduler:
-        read_prompts, rounds = scheduler.batch.read_prompts, scheduler.batch.rounds
-
-        def read(rows: slice, chunks: Any, start: int) -> torch.Tensor:
-            log.append(sum(map(len, chunks)))
-            return read_prompts(rows, chunks, start)
-
-        def counted(*mode: Any) -> Any:
-            log.append(0)
-            return rounds(*mode)
-
-        monkeypatch.setattr(scheduler.batch, "read_prompts", read)
-        monkeypatch.setattr(scheduler.batch, "rounds", counted)
+        noted(monkeypatch, scheduler.batch, "read_prompts", lambda rows, chunks, start: sum(map(len, chunks)), log)
+        noted(monkeypatch, scheduler.batch, "rounds", lambda *mode: 0, log)
         long = Request([1, 2, 3, 4, 5] * 20, 3)
         requests = [Request([6, 5], 40), long, replace(long, prompt=long.prompt[::-1]), Request([5], 1)]
         answers(scheduler, requests)

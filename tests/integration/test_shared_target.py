@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 import torch.distributed as dist
+from calls import noted
 from forked_ranks import exit_code, kill, start_forked
 from http_server import printable_pair
 from pairs import FAMILIES, make_pair, save_target
@@ -149,8 +150,7 @@ def test_filters_and_tree_options_reach_engines(command: str, tmp_path: Path, mo
     greedy = answer(command, tmp_path)
     assert answer(command, tmp_path, temperature="2") != greedy
     assert all(answer(command, tmp_path, *option, temperature="2") == greedy for option in FILTERS)
-    drafted, real = [], methods.make_drafter
-    monkeypatch.setattr(methods, "make_drafter", lambda *given: drafted.append(given[0]) or real(*given))
+    drafted = noted(monkeypatch, methods, "make_drafter", lambda drafting, *_: drafting)
     assert answer(command, tmp_path, *TREE) == greedy
     assert set(drafted) == {methods.Drafting("tree", (2, 3), 4, "descend", 4, True)}
 

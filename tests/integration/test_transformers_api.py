@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import noted
 from pairs import FAMILIES, make_pair, target_greedy
 from test_generate import SETTINGS, prompts
 from tiny_tokenizer import byte_tokenizer
@@ -168,9 +169,7 @@ def test_a_pipeline_speculates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The text is that of a pipeline of the target alone, sampled at a temperature next to none."""
     model, tokenizer = make_pair(tmp_path, vocab_size=262), byte_tokenizer()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    rounds: list[object] = []
-    propose = TreeDrafter.propose
-    monkeypatch.setattr(TreeDrafter, "propose", lambda *args: rounds.append(args) or propose(*args))
+    rounds = noted(monkeypatch, TreeDrafter, "propose", lambda *_: 0)
     settings = {"max_new_tokens": 8, "do_sample": True, "temperature": 1e-4}
     texts = []
     for one in (model, plain):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import noted
 from training_fixtures import (
     equal_drafts,
     make_work,
@@ -82,16 +83,13 @@ def test_a_draft_without_its_state_is_started_from_and_kept(
     before = shutil.copytree(output / "checkpoint-last", work / "before")
     draft = load_draft(before)
     assert "holds a checkpoint (checkpoint-last)" in refusal(configured(work), capsys)
-    started: list[dict[str, torch.Tensor]] = []
-    run = Trainer.run
 
-    def note(self: Trainer, termination: Termination) -> bool:
-        parameters = self.engine.module.draft_model.named_parameters()
-        started.append({name: weight.detach().clone() for name, weight in parameters})
-        return run(self, termination)
+    def draft_of(trainer: Trainer, termination: Termination) -> dict[str, torch.Tensor]:
+        parameters = trainer.engine.module.draft_model.named_parameters()
+        return {name: weight.detach().clone() for name, weight in parameters}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "run", note)
+        started = noted(patch, Trainer, "run", draft_of)
         train(configured(work, "resume=latest", "max_steps=3"), Termination())
     said = [record.getMessage() for record in caplog.records if "no DeepSpeed state" in record.getMessage()]
     assert len(said) == 1 and "checkpoint-last has no DeepSpeed state" in said[0]
@@ -198,7 +196,6 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
     assert trained == timeless(work / "out"), "an evaluation changes nothing of the training"
     assert equal_drafts(work / "out" / "checkpoint-last", straight / "checkpoint-last")
     rows: list[int] = []
-    score_row = Evaluation.score_row
 
     class Stopping(Termination):
         def agreed(self, patience_s: float = 0) -> bool:
@@ -206,13 +203,9 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(
                 self.received = signal.SIGTERM
             return self.received is not None
 
-    def stop(self: Evaluation, row: int) -> dict[str, torch.Tensor]:
-        rows.append(row)
-        return score_row(self, row)
-
     for step in range(1, STEPS + 1):
         with monkeypatch.context() as patch:
-            patch.setattr(Evaluation, "score_row", stop)
+            noted(patch, Evaluation, "score_row", lambda evaluation, row: row, rows)
             finished = train(configured(work, *given, f"output_dir={cut}", "resume=latest"), Stopping())
             assert not finished and f"SIGTERM: stopped after step {step}, in its evaluation; resume" in caplog.text
             rows.clear()

@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from calls import noted
 from training_fixtures import NEEDS_MUON, make_work, overrides_of, single_rank_config, tiny_config, write_answers
 
 from longspec.data.collators import Collator
@@ -91,18 +92,12 @@ def test_bf16_keeps_rotary_frequencies_and_master_weights_in_fp32(load: Any, one
 
 def test_a_fresh_draft_is_the_same_in_every_dtype(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers drawn in bf16 would differ, on some machines only, so the dtype of the draws is checked, too."""
-    drawn: set[torch.dtype] = set()
-    reset = GlideDecoderLayer.reset_parameters
-
-    def watched(draft: GlideDecoderLayer, std: float) -> None:
-        drawn.update(weight.dtype for weight in draft.parameters())
-        reset(draft, std)
-
-    monkeypatch.setattr(GlideDecoderLayer, "reset_parameters", watched)
+    dtypes = lambda draft, std: {weight.dtype for weight in draft.parameters()}  # noqa: E731
+    drawn = noted(monkeypatch, GlideDecoderLayer, "reset_parameters", dtypes)
     pairs: list[Any] = [build_pair(load(f"model.torch_dtype={name}"), None) for name in ("float32", "bfloat16")]
     exact, rounded = (list(pair.draft_model.parameters()) for pair in pairs)
     assert all(torch.equal(one.bfloat16(), other) for one, other in zip(exact, rounded, strict=True))
-    assert drawn == {torch.float32}
+    assert set.union(*drawn) == {torch.float32}
 
 
 def test_under_zero_3_the_target_is_built_in_shards(load: Any, one_rank: None) -> None:
