@@ -100,8 +100,6 @@ class RandomLanguage:
 
 
 Levels = tuple[tuple[Tokens, ...], ...]
-
-
 Arrivals = tuple[tuple[Tokens, ...], ...]
 """Groups of nodes that arrive together, in order of arrival."""
 

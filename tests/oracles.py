@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import torch
-from pairs import Handed
+from pairs import Handed, padded
 from torch import Tensor
 
 from longspec.inference.cache import TargetCache
@@ -166,10 +166,12 @@ def training_logits(model: GlideMixin, tokens: Tensor, lag: int | None) -> Tenso
     return training_pass(model, [tokens], None if lag is None else torch.tensor([lag]), lambda x, *_: head(x)[0])
 
 
-def prefilled(model: GlideMixin, prompts: list[Tensor], drafter: Drafter) -> StaticBatch:
-    """The batch of some prompts after their prefill, with room for 16 tokens per row."""
-    rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = StaticBatch(Runner(model), drafter, GREEDY, rows, [len(p) for p in prompts], max_new_tokens=16)
+def prefilled(
+    model: GlideMixin, prompts: list[Tensor], drafter: Drafter, sampler: Sampler = GREEDY, new_tokens: int = 16
+) -> StaticBatch:
+    """The batch of some prompts after their prefill, with room for `new_tokens` per row."""
+    rows, _ = padded(prompts)
+    engine = StaticBatch(Runner(model), drafter, sampler, rows, [len(p) for p in prompts], new_tokens)
     engine.prefill()
     return engine
 

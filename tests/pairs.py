@@ -64,6 +64,14 @@ def make_pair(
     return model
 
 
+def spread(model: nn.Module) -> None:
+    """Add noise to biases, which are 0 in a random model, and to norms, which are 1, which would hide a missing one."""
+    generator = torch.Generator().manual_seed(9)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
 def drafted_pair(folder: Path, family: str, options: str, listed: Sequence[int], **overrides: Any) -> GlideMixin:
     """`make_pair` with a draft of OPTIONS, or with the vocabulary list `listed`."""
     model = make_pair(folder, family, options=OPTIONS["published" if options == "listed" else options], **overrides)
@@ -72,12 +80,18 @@ def drafted_pair(folder: Path, family: str, options: str, listed: Sequence[int],
     return model
 
 
+def padded(rows: Sequence[torch.Tensor], side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of rows of tokens, padded on a side."""
+    ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_side=side)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return ids, mask
+
+
 def ragged_prompts(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Token ids and mask, padded on the right, and the rows alone."""
     generator = torch.Generator().manual_seed(len(lengths))
     rows = [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return ids, nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True), rows
+    return *padded(rows), rows
 
 
 def every_turn(plans: int) -> Iterator[int]:

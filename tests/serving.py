@@ -14,6 +14,10 @@ from longspec.inference.engine.scheduler import Scheduler
 from longspec.models.glide import GlideMixin
 
 SMALL: dict[str, Any] = {"method": "tree", "tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}
+VOCAB = 7
+"""Vocabulary of targets: so small that random drafts get tokens accepted."""
+LISTED = (0, 2, 5)
+"""Vocabulary list of the drafts `listed`."""
 TIMEOUT = 60
 """Seconds; only a deadlock takes them."""
 

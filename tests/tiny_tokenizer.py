@@ -1,7 +1,5 @@
 """A tokenizer of bytes for tests: no files, no network, every text round-trips."""
 
-from pathlib import Path
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +31,3 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(words, [("a", "b")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", additional_special_tokens=["<s>"])
-
-
-def save_tokenizer(folder: Path, reversed_ids: bool = False) -> None:
-    byte_tokenizer(reversed_ids=reversed_ids).save_pretrained(folder)

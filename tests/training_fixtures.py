@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from deepspeed.utils import groups
 from forked_ranks import Rank, exit_code, kill, start_forked
 from pairs import Handed, save_target
-from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 from torch import Tensor
 from training_reference import plain_loss
 
@@ -52,14 +51,14 @@ NEEDS_MUON = pytest.mark.skipif(
 def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     """A random target of 3 layers with its tokenizer."""
     save_target(folder, family, vocab_size=VOCAB_SIZE + 3, initializer_range=0.1, **overrides)
-    save_tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
-def write_texts(path: Path, count: int = 40, words: int = 60, seed: int = 0) -> Path:
+def write_texts(path: Path, count: int, seed: int = 0) -> Path:
     """Write plain text records of uneven lengths."""
     choice = random.Random(seed)
-    texts = [" ".join(choice.choices(WORDS, k=choice.randint(words // 4, words))) for _ in range(count)]
+    texts = [" ".join(choice.choices(WORDS, k=choice.randint(15, 60))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
@@ -178,15 +177,6 @@ def run_ranks(script: str, *arguments: str, ranks: int = 2, **environment: str) 
         return Forked(code, [rank.exitcode for rank in started], logs[0].read_text(), logs[1].read_text())
 
 
-def start_ranks_of(
-    experiment: str, *overrides: str, log: Path, script: str = TRAINER, **environment: str
-) -> list[Rank]:
-    """Start what a launch line starts on two ranks on the CPU, without the launcher; all output goes to `log`."""
-    arguments = ["-cp", "conf/exp/", "-cn", experiment, *overrides]
-    log.touch()
-    return start_forked(script, arguments, 2, free_port(), launch_environment(**environment), log, log)
-
-
 def launch(
     experiment: str, *overrides: str, ranks: int = 2, script: str = TRAINER, device: str = "cpu", **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -212,9 +202,11 @@ def error_line(run: subprocess.CompletedProcess[str]) -> str:
 
 
 @contextmanager
-def background(*overrides: str, log: Path, **how: str) -> Iterator[list[Rank]]:
-    """Two ranks in the background, which are killed (kill -9) in the end."""
-    ranks = start_ranks_of(TINY, *overrides, log=log, **how)
+def background(*overrides: str, log: Path) -> Iterator[list[Rank]]:
+    """Two ranks on the CPU in the background, which are killed (kill -9) in the end; all output goes to `log`."""
+    arguments = ["-cp", "conf/exp/", "-cn", TINY, *overrides]
+    log.touch()
+    ranks = start_forked(TRAINER, arguments, 2, free_port(), launch_environment(), log, log)
     try:
         yield ranks
     finally:
@@ -268,12 +260,15 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
         scale = 0.2 * model.config.hidden_size**0.5
         optimizers[torch.optim.Muon(muon, weight_decay=config.weight_decay / scale, momentum=0.95)] = scale
     rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * ranks
-    objective = Handed(partial(_mean_loss, config.loss))
+
+    def mean_loss(hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: Any) -> Tensor:
+        return plain_loss(config.loss, hidden, target_hidden, labels, lm_head) / (labels[:, 1:] != -100).sum()
+
     losses = []
     for step, numbers in enumerate(ResumableSampler(len(inputs.rows), rows, 0, 1, config.seed, 0, steps)):
         batch = inputs.collate([inputs.rows[number] for number in numbers])
         positions = contiguous_positions(batch["cu_seqlens"], tuple(batch["input_ids"].shape))  # type: ignore[arg-type]
-        loss = model(**batch, position_ids=positions, objective=objective)
+        loss = model(**batch, position_ids=positions, objective=Handed(mean_loss))
         model.draft_model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft, config.max_grad_norm)
@@ -282,7 +277,3 @@ def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[fl
             optimizer.step()
         losses.append(loss.item())
     return losses, model.draft_model.state_dict()
-
-
-def _mean_loss(loss: str, hidden: Tensor, target_hidden: Tensor | None, labels: Tensor, lm_head: Any) -> Tensor:
-    return plain_loss(loss, hidden, target_hidden, labels, lm_head) / (labels[:, 1:] != -100).sum()

@@ -169,7 +169,6 @@ RANKS = 3
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_ranks_that_hear_nothing_end_soon_after_one_that_is_lost(fault: str) -> None:
     """Each names the lost rank and prints its own stack. Before the others are started, the first rank says once that

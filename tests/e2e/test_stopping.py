@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,8 +71,9 @@ def assert_saved(output: Path) -> int:
     return found[1].step
 
 
-def our_lines(log: Path) -> list[str]:
-    return [line for line in log.read_text().splitlines() if "stopped" in line]
+def our_line(log: Path) -> str:
+    (line,) = [line for line in log.read_text().splitlines() if "stopped" in line]
+    return line
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,8 @@ def test_every_way_to_stop_a_launch_saves_and_ends_it(
     step = assert_saved(output)
     # launch.py turns SIGINT into SIGTERM, and a rank that has both pending hears the later one first.
     causes = ["SIGINT", "SIGTERM"] if receiver == "group" else ["the launcher is gone"]
-    (line,) = our_lines(log)
     wanted = [f"{cause}: stopped after step {step}; resume=latest goes on from there" for cause in causes]
-    assert line.endswith(tuple(wanted))
+    assert our_line(log).endswith(tuple(wanted))
     # The `deepspeed` command and W&B's own process may print tracebacks, in any order; ours may not.
     frames = re.findall(r'File "(.*?)"', log.read_text())
     assert not [frame for frame in frames if Path(frame).is_relative_to(ROOT / "longspec")]
@@ -115,8 +114,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(work: Path, tmp_path
         os.kill(ranks[1].pid, signal.SIGHUP)
         assert exit_code(ranks, LIMIT_S) == 128 + signal.SIGHUP
     step = assert_saved(output)
-    (line,) = our_lines(log)
-    assert line.endswith(f"SIGHUP: stopped after step {step}; resume=latest goes on from there")
+    assert our_line(log).endswith(f"SIGHUP: stopped after step {step}; resume=latest goes on from there")
     assert "Traceback" not in log.read_text()
     more = [*overrides(work, output), "resume=latest", f"max_steps={step + 1}"]
     assert f"steps {step + 1} …" in launched(TINY, *more)
@@ -164,21 +162,21 @@ def command(target: Path, root: Path, *arguments: str) -> list[str]:
 
 def killed(line: list[str], begun: Path, log: Path, whole_group: bool) -> None:
     """Run a command; kill it, or it and its launchers, once a file matches a pattern. Its other processes must end."""
-    with log.open("a") as output:
-        options = {"cwd": ROOT, "env": launch_environment(), "stdout": output, "stderr": output}
-        process = psutil.Popen(line, start_new_session=True, **options)
-        deadline = time.monotonic() + LIMIT_S
-        while not any(begun.parent.glob(begun.name)):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.01)
+
+    def has_begun() -> bool:
+        assert process.poll() is None, log.read_text()[-4000:]
+        return any(begun.parent.glob(begun.name))
+
+    with running(line, log) as process:
+        wait_until(has_begun, log)
         others = process.children(recursive=True)
         if whole_group:
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(others, timeout=LIMIT_S)
-    assert not alive
+        _, alive = psutil.wait_procs(others, timeout=LIMIT_S)
+        assert not alive
 
 
 def finished(root: Path) -> dict[Path, int]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from enumeration import p_value
 from pairs import OPTIONS, every_turn, make_pair, ragged_prompts, target_greedy
-from serving import SMALL, alone, answers, random_requests, serving
+from serving import SMALL, VOCAB, alone, answers, random_requests, serving
 
 from longspec import generate
 from longspec.inference import engine_pool
@@ -136,9 +136,7 @@ def test_the_same_seed_and_table_give_the_same_output(tmp_path: Path) -> None:
     assert len(list(user_cache("round_times").glob("*.json"))) == 1
 
 
-def test_times_are_measured_once_and_unreadable_files_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_times_are_measured_once_and_unreadable_files_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling draws the same tokens with and without a measurement."""
     model = make_pair(tmp_path / "pair", initializer_range=0.1)
     ids, _, _ = ragged_prompts(20)
@@ -185,29 +183,27 @@ def test_an_unwritable_cache_is_a_warning(
     assert "are not kept" in caplog.text
 
 
-def test_the_plans_follow_the_options_of_trees_and_chains(tmp_path: Path) -> None:
+def test_the_plans_follow_the_options_of_trees_and_chains(model: GlideMixin) -> None:
     ids, _, (row,) = ragged_prompts(20)
-    model = make_pair(tmp_path)
     out = generate(model, ids, **SETTINGS, tree_nodes=4, gamma=2)
     assert out.new_tokens[0].tolist() == target_greedy(model, row, 30)
     assert set(out.stats.rounds_by_plan) <= {"vanilla", "lookup 3", "tree 4 of 2 levels", "tree 4 of 3 levels"}
 
 
-SERVED_VOCAB = 7
 SERVED = Drafting("auto", SMALL["tree_shape"], SMALL["gamma"])
 SERVED_PLANS = {plan.name for plan in plans_for(SERVED, on_cpu=True, rows=1, is_served=True)}
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> GlideMixin:
-    return make_pair(tmp_path / "pair", "qwen2", options=OPTIONS["both"], vocab_size=SERVED_VOCAB)
+    return make_pair(tmp_path / "pair", "qwen2", options=OPTIONS["both"], vocab_size=VOCAB)
 
 
 def test_greedy_answers_of_a_server_are_those_of_generate_under_every_change_of_plan(
     served: GlideMixin, every_plan: Counter[str]
 ) -> None:
     """Rows move, end and restart while plans change."""
-    requests = [Request(request.prompt, 30) for request in random_requests(8, SERVED_VOCAB)]
+    requests = [Request(request.prompt, 30) for request in random_requests(8, VOCAB)]
     with serving(served, method="auto", max_rows=3) as scheduler:
         together = answers(scheduler, requests)
     assert [answer.ids for answer in together] == [alone(served, request) for request in requests]

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ SHAPE = (2, 4, 3, 2)
 
 
 def prompts(*lengths: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Token ids and mask, padded right, and the rows alone."""
     ids, mask, rows = ragged_prompts(*lengths)
     return ids.cuda(), mask.cuda(), rows
 
@@ -126,15 +126,9 @@ def test_graphs_that_share_memory_take_turns(tmp_path: Path) -> None:
     model = make_pair(tmp_path).cuda()
     settings = {"max_new_tokens": 20, "tree_shape": SHAPE}
     heard: list[list[list[int]]] = []
-
-    class Listener:
-        def put(self, value: Tensor) -> None:
-            heard.append(tokens(model, 300, 12, **settings))
-
-        def end(self) -> None: ...
-
+    listener = SimpleNamespace(put=lambda value: heard.append(tokens(model, 300, 12, **settings)), end=lambda: None)
     alone = tokens(model, 30, **settings)
-    assert tokens(model, 30, **settings, streamer=Listener()) == alone
+    assert tokens(model, 30, **settings, streamer=listener) == alone
     assert len(heard) > 2 and all(one == heard[0] == tokens(model, 300, 12, **settings) for one in heard)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from calls import noted
 from pairs import OPTIONS, make_pair, tiny_config
-from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from longspec.inference import memory
 from longspec.inference.cache import TargetCache
@@ -31,7 +31,7 @@ SHORT = ["--min_prompt_len", "10", "--headroom", "3000"]  # the tiny target has 
 def make_target(folder: Path, family: str = "llama", **overrides: object) -> Path:
     """A target with its tokenizer in `folder`, its random draft next to it as `folder`-draft.pth."""
     model = make_pair(folder, family, vocab_size=VOCAB_SIZE, **overrides)
-    save_tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     state = {f"draft_model.{name}": weight for name, weight in model.draft_model.state_dict().items()}
     save_draft_file(state, draft_of(folder), model.draft_model.options)
     return folder
@@ -234,7 +234,7 @@ def test_a_folder_without_a_checkpoint_or_its_tokenizer_is_refused(
 ) -> None:
     small, mute, empty = tmp_path / "small", tmp_path / "mute", tmp_path / "empty"
     embeddings = make_pair(small, vocab_size=VOCAB_SIZE - 1).config.vocab_size
-    save_tokenizer(small)
+    byte_tokenizer().save_pretrained(small)
     assert f"token ids up to {VOCAB_SIZE - 1}, its model only {embeddings} embeddings" in refused(target=small)
     make_pair(mute, vocab_size=VOCAB_SIZE)
     assert "no tokenizer that loads" in refused(target=mute)

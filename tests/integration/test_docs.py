@@ -19,7 +19,7 @@ import typer
 from deepspeed.launcher.runner import parse_args as parse_deepspeed
 from pairs import save_target
 from torch.distributed.run import get_args_parser
-from training_fixtures import launch, make_target, metrics, write_texts
+from training_fixtures import ROOT, launch, make_target, metrics, write_texts
 
 import longspec
 from longspec import generate, load_pair
@@ -34,7 +34,6 @@ from longspec.regenerate import command as regenerate_command
 from longspec.train.config import compose_config, read_config_file, typed_with_auto
 from longspec.train.resume import with_draft_options
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 ASSIGNMENT = re.compile(r"([A-Z]\w*)=(\S+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
@@ -156,32 +155,36 @@ def test_own_method_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                 assert torch.equal(outputs[0].sequences, outputs[1].sequences)
 
 
-def test_own_loss_page_trains(tmp_path: Path) -> None:
-    """Its script, launched as one rank on the CPU."""
-    make_target(tmp_path / "target")
-    write_texts(tmp_path / "data.jsonl", count=6)
-    (script,) = blocks(ROOT / "docs" / "own-loss.md", "python")
-    (tmp_path / "train_mine.py").write_text(script)
-    (line,) = commands(ROOT / "docs" / "own-loss.md")
-    overrides = [word for word in line if word.startswith("loss=")]
-    done = launch("your-model", *overrides, *small_run(tmp_path), ranks=1, script=str(tmp_path / "train_mine.py"))
+def train_as_documented(page: Path, text: str, script: Path, option: str, *more: str) -> None:
+    """Launch a page's script as one rank on the CPU, with the page's overrides of `option`, for a run of two steps."""
+    folder = script.parent
+    make_target(folder / "target")
+    write_texts(folder / "data.jsonl", count=6)
+    script.write_text(text)
+    (line,) = commands(page)
+    overrides = [word for word in line if word.startswith(option)]
+    overrides += [f"model_name_or_path={folder}/target", f"data.files=[{folder}/data.jsonl]", "max_steps=2"]
+    overrides += [f"output_dir={folder}/out", f"data.cache_dir={folder}/cache", "data.max_length=64"]
+    overrides += ["per_device_train_batch_size=1", "gradient_accumulation_steps=1"]
+    done = launch("your-model", *overrides, "data.num_proc=1", "data.num_workers=0", *more, ranks=1, script=str(script))
     assert done.returncode == 0, done.stderr
+
+
+def test_own_loss_page_trains(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "own-loss.md"
+    (script,) = blocks(page, "python")
+    train_as_documented(page, script, tmp_path / "train_mine.py", "loss=")
     assert [line["step"] for line in metrics(tmp_path / "out")] == [1, 2]
     assert all(0 < line["loss"] < 1 for line in metrics(tmp_path / "out"))
 
 
 def test_own_draft_page_trains_and_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The toy trains as one rank on the CPU. Its saved draft is loaded, and its tree is accepted in part."""
-    make_target(tmp_path / "target")
-    write_texts(tmp_path / "data.jsonl", count=6)
-    script, measuring = blocks(ROOT / "docs" / "own-draft.md", "python")
+    """The toy's saved draft is loaded, and its tree is accepted in part."""
+    page = ROOT / "docs" / "own-draft.md"
+    script, measuring = blocks(page, "python")
     assert len(script.splitlines()) <= 80
-    (tmp_path / "train_toy.py").write_text(script)
-    (line,) = commands(ROOT / "docs" / "own-draft.md")
-    overrides = [word for word in line if word.startswith("model.")]
-    overrides += [*small_run(tmp_path), "model.architecture_options.width=48", "learning_rate=0.01", "max_steps=4"]
-    done = launch("your-model", *overrides, ranks=1, script=str(tmp_path / "train_toy.py"))
-    assert done.returncode == 0, done.stderr
+    more = ("model.architecture_options.width=48", "learning_rate=0.01", "max_steps=4")
+    train_as_documented(page, script, tmp_path / "train_toy.py", "model.", *more)
     losses = [line["loss"] for line in metrics(tmp_path / "out")]
     assert losses[-1] < losses[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -206,14 +209,6 @@ def test_own_draft_page_trains_and_decodes(tmp_path: Path, capsys: pytest.Captur
         assert with_draft_options(replace(run, model=plain), None, str(checkpoint)).model.draft_options.width == 48
     with pytest.raises(UserError, match="no draft architecture 'toy'"):
         load_pair(str(tmp_path / "target"), draft=str(tmp_path / "out" / "checkpoint-last"))
-
-
-def small_run(folder: Path) -> list[str]:
-    """Overrides for a run of two steps on the CPU."""
-    small = [f"model_name_or_path={folder}/target", f"data.files=[{folder}/data.jsonl]", "max_steps=2"]
-    small += [f"output_dir={folder}/out", f"data.cache_dir={folder}/cache", "data.max_length=64"]
-    small += ["per_device_train_batch_size=1", "gradient_accumulation_steps=1", "data.num_proc=1", "data.num_workers=0"]
-    return small
 
 
 def test_api_reference_describes_the_public_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

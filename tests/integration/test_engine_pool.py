@@ -98,9 +98,8 @@ def test_weights_and_vocabularies_that_change_take_effect(tmp_path: Path, device
         assert tokens(model, prompt(9), **settings) == without_pool(model, prompt(9), **settings)
 
 
-def test_a_faulty_call_leaves_no_nan_to_the_next_one(tmp_path: Path) -> None:
+def test_a_faulty_call_leaves_no_nan_to_the_next_one(model: GlideMixin) -> None:
     """NaN in a value of the cache would spread to masked slots; the engine of a failed call is not kept."""
-    model = make_pair(tmp_path)
     expected = tokens(model, prompt(9), method="magicdec")
     weight = model.lm_head.weight.data
     kept = weight[3, 4].clone()
@@ -158,9 +157,8 @@ def test_a_released_engine_is_freed_at_once_and_idle_ones_with_the_model(
 
 
 def test_idle_engines_are_bounded_in_bytes_and_freed_under_pressure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: list[Batch]
+    model: GlideMixin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_pair(tmp_path)
     tokens(model, prompt(9))
     (pooled,) = idle(model)
     size = pooled.pooled.bytes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_devices import INTERPRETED
-from pairs import GLIDE, OPTIONS, make_pair, target_greedy
+from pairs import GLIDE, OPTIONS, make_pair, spread, target_greedy
 from shared_target_run import InterpretedBackend
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
@@ -43,8 +43,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "listed": {},
 }
 CASES = [("llama", "mqa"), ("llama", "listed"), ("qwen2", "extended"), ("qwen3", "gqa")]
-
-
 BACKENDS: dict[str, type[Backend]] = {
     "triton": TritonBackend if torch.cuda.is_available() else InterpretedBackend,
     "native": NativeBackend,
@@ -53,12 +51,9 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 def random_pair(folder: Path, family: str, **overrides: Any) -> GlideMixin:
-    """Biases and norms too are random, so that leaving one out is seen."""
+    """Biases and norms too are random."""
     model = make_pair(folder, family, initializer_range=0.1, **overrides)
-    generator = torch.Generator().manual_seed(9)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    spread(model)
     return model.eval()
 
 
@@ -129,8 +124,7 @@ def test_merging_changes_no_parameter_and_happens_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.gcc
-def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
+def test_decoding_on_a_cpu_is_fused_unless_told_otherwise(tmp_path: Path, model: GlideMixin) -> None:
     fused = make_runner(model, "auto", compiled=True)
     assert isinstance(fused, FusedRunner) and fused.backend.name == "native" and not fused.capturable
     bfloat = make_runner(make_pair(tmp_path, dtype=torch.bfloat16), "auto", compiled=True)
@@ -212,11 +206,10 @@ def test_what_cannot_be_fused_is_told(tmp_path: Path) -> None:
     ("method", "rule"), [*((method, "reject") for method in (*METHODS, "auto")), ("tree", "descend")]
 )
 def test_a_round_without_kernels_uses_valid_indices_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, rule: str
+    model: GlideMixin, monkeypatch: pytest.MonkeyPatch, method: str, rule: str
 ) -> None:
     launches = []
     monkeypatch.setattr(GridExecutor, "__call__", lambda kernel, *args, **settings: launches.append(kernel))
-    model = make_pair(tmp_path)
     runner = FusedRunner(model, TritonBackend(TritonAttention()))
     runner.prepare(256)
     batch = Batch(runner, Drafting(method, (4, 16, 16), 4, rule, None, method == "tree"), 2, 200)

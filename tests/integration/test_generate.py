@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from calls import noted
-from pairs import make_pair, target_greedy
+from pairs import make_pair, padded, target_greedy
 from tiny_tokenizer import byte_tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -32,7 +32,7 @@ SETTINGS = {"tree_shape": (3, 5, 4), "gamma": 3}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
     """For calls that change nothing."""
     return make_pair(tmp_path_factory.mktemp("pair"))
 
@@ -40,12 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
 def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, 61, (n,), generator=generator) for n in lengths]
-
-
-def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True, padding_side=side)
-    return ids, mask
 
 
 class Repeats(Drafter):
@@ -184,14 +178,13 @@ def test_magicdec_drafts_from_a_fixed_view_and_stays_lossless(tmp_path: Path, mo
         ({"bad_words_ids": [[]]}, "bad_words_ids: a word of 0 tokens"),
     ],
 )
-def test_bad_settings_are_one_clear_line(model: GlideMixin, settings: dict, message: str) -> None:
+def test_bad_settings_are_one_clear_line(shared_model: GlideMixin, settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        generate(model, torch.ones(1, 4, dtype=torch.long), **settings)
+        generate(shared_model, torch.ones(1, 4, dtype=torch.long), **settings)
     assert "\n" not in str(error.value)
 
 
-def test_bad_prompts_are_one_clear_line(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
+def test_bad_prompts_are_one_clear_line(model: GlideMixin) -> None:
     ids = torch.ones(2, 4, dtype=torch.long)
     with pytest.raises(UserError, match="row 1 has no real token"):
         generate(model, ids, torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
@@ -249,9 +242,8 @@ def test_a_tokenizers_output_is_a_prompt_and_numbers_may_be_numpys(tmp_path: Pat
     assert generate(model, **batch, **numbers, repetition_penalty=np.float32(1)).sequences.tolist() == expected
 
 
-def test_a_window_smaller_than_the_depth_is_refused(tmp_path: Path) -> None:
+def test_a_window_smaller_than_the_depth_is_refused(model: GlideMixin) -> None:
     """A round's tokens would overwrite each other in the draft's window."""
-    model = make_pair(tmp_path)
     model.draft_model.window = 3
     (row,) = prompts(8)
     for settings in ({"method": "seq", "gamma": 3}, {"tree_shape": (2, 2, 2)}, {"method": "auto"}):

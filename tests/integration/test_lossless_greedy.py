@@ -12,8 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from oracles import Oracle, Plan, passes_of
-from pairs import FAMILIES, GLIDE, tiny_config
-from torch.nn.utils.rnn import pad_sequence
+from pairs import FAMILIES, GLIDE, padded, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspec import generate
@@ -133,20 +132,17 @@ def run(case: Case, eos: tuple[int, ...]) -> tuple[GenerationOutput, Oracle]:
         drafters.append(Oracle(drafter, case.lengths, case.truth(), case.plan, case.target.vocab))
         return drafters[-1]
 
-    rows = [torch.tensor(row) for row in case.prompts()]
-    ids = pad_sequence(rows, batch_first=True, padding_side=case.side)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case.side)
-
+    ids, mask = padded([torch.tensor(row) for row in case.prompts()], case.side)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(methods, "make_drafter", make_oracle)
-        patch.setattr(intake, "PREFILL_TOKENS", case.chunk * len(rows))
+        patch.setattr(intake, "PREFILL_TOKENS", case.chunk * len(ids))
         patch.setattr(magicdec, "SINK", case.sparse_view[0])
         patch.setattr(magicdec, "RECENT", case.sparse_view[1])
         eos_token_id = eos[0] if len(eos) == 1 else eos or None
         tree = {"tree_shape": case.tree_shape, "tree_rule": case.tree_rule, "tree_nodes": case.tree_nodes}
         tree |= {"lookup_branches": case.lookup_branches}
         limits = {"max_new_tokens": case.max_new_tokens, "eos_token_id": eos_token_id, "pad_token_id": 0}
-        out = generate(model, ids, mask if len(rows) > 1 else None, case.method, gamma=case.gamma, **tree, **limits)
+        out = generate(model, ids, mask if len(ids) > 1 else None, case.method, gamma=case.gamma, **tree, **limits)
     return out, drafters[-1]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from calls import noted
 from pairs import drafted_pair
-from serving import SMALL, alone, ids
+from serving import LISTED, SMALL, VOCAB, alone, ids
 
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.batch import LEAST_ROUNDS, Batch
@@ -19,9 +20,6 @@ from longspec.inference.engine.scheduler import Scheduler
 from longspec.models.glide import GlideMixin
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-VOCAB = 7
-"""Small, so that random drafts get tokens accepted."""
-LISTED = (0, 2, 5)
 LONG = Request([4, 1] * 30, 40, Sampling(1.0, seed=1), trace=True)
 """Runs in the last row until the rows before it are free."""
 PENALIZED = replace(LONG, sampling=Sampling(1.0, seed=1, frequency_penalty=0.7, no_repeat_ngram_size=3))
@@ -35,17 +33,10 @@ class Session:
         self.engine, self.worker = scheduler.engine, scheduler._worker
         self.worker.ahead = ahead
         self.batch = self.worker.batch
-        self.sizes: list[int] = []
-        """Rows of each round."""
         self.events: list[list[Event]] = []
         scheduler.engine.prepare()
-        rounds = self.batch.rounds
-
-        def logged(mode: Any, size: int) -> Any:
-            self.sizes.append(size)
-            return rounds(mode, size)
-
-        self.batch.rounds = logged  # type: ignore[method-assign]
+        self.sizes = noted(pytest.MonkeyPatch(), self.batch, "rounds", lambda mode, size: size)
+        """Rows of each round."""
 
     def submit(self, request: Request) -> None:
         self.events.append([])
@@ -103,16 +94,13 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     model = pair(tmp_path, options)
     late = Request([2, 6, 3, 3, 5] * 25, 6)
     session = Session(model, 3, ahead, **settings)
-    moves = []
-    move = session.batch.move
 
-    def recorded(a: list[int], b: list[int], length: int) -> None:
+    def exchange(a: list[int], b: list[int], length: int) -> tuple[list[int], list[int], bool]:
         slot_bytes = session.batch.cache.keys[0, 0, :, 0].nbytes
         monkeypatch.setattr(batch_rows, "EXCHANGED_BYTES", 2 * length * slot_bytes)
-        moves.append((a, b, session.worker.rows[b[0]] in session.worker.intake.reading))
-        move(a, b, length)
+        return a, b, session.worker.rows[b[0]] in session.worker.intake.reading
 
-    monkeypatch.setattr(session.batch, "move", recorded)
+    moves = noted(monkeypatch, session.batch, "move", exchange)
     short = [Request([1, 2], 10, speculate=False), Request([3] * 20, 30, speculate=False)]
     answers = session.finish([*short, long, late])
     assert moves[0] == ([2], [0], True), "no row in prefill gave way"

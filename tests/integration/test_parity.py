@@ -38,6 +38,13 @@ def random_tokens(*shape: int) -> Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(7))
 
 
+def altered(tokens: Tensor, place: int) -> Tensor:
+    """The tokens with another one at a place."""
+    changed = tokens.clone()
+    changed[place] = (changed[place] + 1) % 61
+    return changed
+
+
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 256},
@@ -106,7 +113,6 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
 def test_tree_logits_equal_training_logits_along_each_path(
     tmp_path: Path, family: str, options: DraftOptions, device: str
 ) -> None:
-    """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
     model = parity_pair(tmp_path, family, options=options).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]
     compare_trees(model, prompts, TOLERANCE)
@@ -119,9 +125,7 @@ def test_window_edge(tmp_path: Path) -> None:
     tokens = random_tokens(530)
     last = training_logits(model, tokens, lag=1)[-1]
     for back, seen in ((512, True), (513, False)):
-        changed = tokens.clone()
-        changed[-1 - back] = (changed[-1 - back] + 1) % 61
-        assert torch.equal(training_logits(model, changed, lag=1)[-1], last) != seen
+        assert torch.equal(training_logits(model, altered(tokens, -1 - back), lag=1)[-1], last) != seen
 
 
 SOURCES = ("cross_attn.o_proj", "extra_cross_attn.0.o_proj", "feature_proj")
@@ -147,9 +151,7 @@ def test_lag_edge(tmp_path: Path, source: str) -> None:
         for back, seen in ((lag, True), (lag - 1, False)):
             if back == 0:
                 continue  # the query itself
-            changed = tokens.clone()
-            changed[-1 - back] = (changed[-1 - back] + 1) % 61
-            assert torch.equal(training_logits(model, changed, lag)[-1], last) != seen, (lag, back)
+            assert torch.equal(training_logits(model, altered(tokens, -1 - back), lag)[-1], last) != seen, (lag, back)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -159,9 +161,7 @@ def test_base_variant_sees_whole_blocks_before_its_own(tmp_path: Path, source: s
     tokens = random_tokens(14)
     plain = training_logits(model, tokens, lag=None)
     for key in range(14):
-        changed = tokens.clone()
-        changed[key] = (changed[key] + 1) % 61
-        differs = (training_logits(model, changed, lag=None) != plain).any(-1).tolist()
+        differs = (training_logits(model, altered(tokens, key), lag=None) != plain).any(-1).tolist()
         assert differs == [query == key or key // 4 < query // 4 for query in range(14)], key
 
 
@@ -202,8 +202,6 @@ def test_target_sees_its_sinks_across_the_jump(tmp_path: Path) -> None:
         return training_pass(model, [tokens], torch.tensor([1]), newest, [positions[0]])
 
     tokens = random_tokens(20)
-    changed = tokens.clone()
-    changed[0] = (changed[0] + 1) % 61
-    assert not torch.equal(last_state(tokens), last_state(changed))
+    assert not torch.equal(last_state(tokens), last_state(altered(tokens, 0)))
     with_mask = model.model(tokens[None], position_ids=positions, attention_mask=torch.ones(1, 20)).last_hidden_state
     torch.testing.assert_close(last_state(tokens), with_mask[0, -1], **TOLERANCE)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from calls import noted
 from pipeline_fixtures import TEMPLATE
 from tiny_tokenizer import byte_tokenizer
 from training_fixtures import make_target
@@ -74,7 +75,7 @@ def test_records_keep_their_prompts_and_say_where_they_come_from(target: Path, q
     assert all(fact in facts for fact in ("target_digest", "questions.jsonl", "transformers", "seed: 0", "dropped"))
 
 
-def test_the_target_answers_what_a_conversation_asks(target: Path, tmp_path: Path) -> None:
+def test_the_target_answers_what_a_conversation_asks(tmp_path: Path) -> None:
     """In both namings of the roles, with and without an answer."""
     path, texts = tmp_path / "asked.jsonl", []
     for names in (("role", "content", "user", "assistant"), ("from", "value", "human", "gpt")):
@@ -173,16 +174,14 @@ def test_a_stopped_command_says_how_to_go_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whole shards stay, of few prompts by default, and the rest is written later as if nothing had happened."""
-    write = SplitShards.write
 
-    def stop(shards: SplitShards, *rest: Any) -> None:
+    def stop(shards: SplitShards, *_: Any) -> None:
         if any(shards.folder.glob("shard-*")):
             os.kill(os.getpid(), signal.SIGINT)
-        write(shards, *rest)
 
     line = ["--target", str(target), "--count", "200", "--max_new_tokens", "6", "--max_turn_tokens", "48"]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(SplitShards, "write", stop)
+        noted(patch, SplitShards, "write", stop)
         main([*line, "--output_dir", str(tmp_path / "stopped")])
     assert end.value.code == 128 + signal.SIGINT
     assert capsys.readouterr().err.splitlines()[-1].startswith("stopped by SIGINT; the same command continues")

@@ -9,7 +9,7 @@ import pytest
 from http_server import chat_tokenizer
 from test_command import SHORT, draft_of, make_target, write_records
 from test_run_folder import COUNTS, SAMPLED
-from training_fixtures import run_ranks
+from training_fixtures import Forked, run_ranks
 from typer.testing import CliRunner
 
 from longspec.cli.app import app
@@ -47,26 +47,19 @@ def alone(line: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-class Launch:
-    """A finished launch: the exit code of each rank, stdout and stderr of all."""
-
-    def __init__(self, script: str, arguments: list[str], ranks: int = 2, **variables: str) -> None:
-        _, self.codes, self.stdout, self.stderr = run_ranks(script, *arguments, ranks=ranks, **variables)
-
-    @property
-    def said(self) -> list[str]:
-        """The lines of stderr, without progress bars and warnings of torch about a lost connection."""
-        text = re.sub(r"[^\r\n]*?\d+%\|.*?\]", "\n", self.stderr)
-        # Whether kernels are compiled here depends on the tests before.
-        noise = re.compile(r"Exception raised|frame #|<omitting|\[rank\d\]:\[W|first use: ")
-        return [line for line in re.split(r"[\r\n]+", text) if line.strip() and not noise.match(line)]
+def said(launch: Forked) -> list[str]:
+    """The lines of stderr, without progress bars and warnings of torch about a lost connection."""
+    text = re.sub(r"[^\r\n]*?\d+%\|.*?\]", "\n", launch.stderr)
+    # Whether kernels are compiled here depends on the tests before.
+    noise = re.compile(r"Exception raised|frame #|<omitting|\[rank\d\]:\[W|first use: ")
+    return [line for line in re.split(r"[\r\n]+", text) if line.strip() and not noise.match(line)]
 
 
-def evaluate(line: list[str], out: Path, ranks: int = 2, fault: str = "") -> Launch:
+def evaluate(line: list[str], out: Path, ranks: int = 2, fault: str = "") -> Forked:
     options = [*line, "--output_dir", str(out)]
     if fault:
-        return Launch(FAULTY, ["evaluate", *options], ranks, FAULT=fault)
-    return Launch("inference_long-bench.py", options, ranks)
+        return run_ranks(FAULTY, "evaluate", *options, ranks=ranks, FAULT=fault)
+    return run_ranks("inference_long-bench.py", *options, ranks=ranks)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -103,7 +96,7 @@ def test_ranks_write_the_results_of_a_single_process(line: list[str], alone: Pat
     check_complete(tmp_path / "out", alone)
     assert json.loads((tmp_path / "out/summary.json").read_text())["processes"] == 2
     assert launch.stdout.count("acceptance length") == launch.stdout.count("11 prompts kept") == 1
-    assert launch.said == [] and "11/11" in launch.stderr
+    assert said(launch) == [] and "11/11" in launch.stderr
 
 
 def test_a_run_resumes_on_any_number_of_ranks_after_one_is_killed(line: list[str], alone: Path, tmp_path: Path) -> None:
@@ -112,7 +105,7 @@ def test_a_run_resumes_on_any_number_of_ranks_after_one_is_killed(line: list[str
     # The killed rank has saved its first two samples, as many as a batch has.
     launch = evaluate(line, out, fault="0:2:SIGKILL")
     assert launch.codes == [-9, 1], launch.stderr
-    assert len(launch.said) == 1 and re.match(LOST, launch.said[0]), launch.stderr
+    assert len(said(launch)) == 1 and re.match(LOST, said(launch)[0]), launch.stderr
     saved = on_disk(out)
     assert 2 <= len(saved) < 11
     assert evaluate(line, out, ranks=3).codes == [0] * 3
@@ -126,7 +119,7 @@ def test_a_stop_signal_to_one_rank_stops_all_after_their_batches(line: list[str]
     assert launch.codes == [143, 143], launch.stderr
     saved = (out / "samples.jsonl").read_text().splitlines()
     line_of_all = f"stopped by SIGTERM: {len(saved)} of 11 samples are done, in {out}; the same command continues"
-    assert launch.said == [line_of_all]
+    assert said(launch) == [line_of_all]
     assert 4 <= len(saved) < 11 and sorted(on_disk(out)) == sorted(f"{raw}\n" for raw in saved)
     main([*line, "--output_dir", str(out)])
     check_complete(out, alone)
@@ -136,19 +129,19 @@ def test_an_error_on_one_rank_ends_all(line: list[str], tmp_path: Path) -> None:
     """Each rank says one line: the error, and the end of the others. Bad input is one line of all ranks."""
     launch = evaluate(line, tmp_path / "out", fault="1:0:error")
     assert launch.codes == [1, 2], launch.stderr
-    error, end = sorted(launch.said)
+    error, end = sorted(said(launch))
     assert error == "error: sample 'x': bad" and re.match(LOST, end)
     launch = evaluate([*line, "--temperature", "-1"], tmp_path / "out")
     assert launch.codes == [2, 2]
-    assert len(launch.said) == 1 and launch.said[0].startswith("error: temperature: -1.0; it must be 0")
+    assert len(said(launch)) == 1 and said(launch)[0].startswith("error: temperature: -1.0; it must be 0")
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused(line: list[str], tmp_path: Path) -> None:
     for rank in ("0", "1"):
         (tmp_path / rank).mkdir()
-    launch = Launch(FAULTY, ["evaluate", *line, "--output_dir", "out"], DISKS=str(tmp_path))
+    launch = run_ranks(FAULTY, "evaluate", *line, "--output_dir", "out", DISKS=str(tmp_path))
     assert launch.codes == [2, 2]
-    (message,) = launch.said
+    (message,) = said(launch)
     assert re.match(r"error: out is not one folder: rank 1 \(on .*give a path on a disk", message)
 
 
@@ -160,7 +153,7 @@ def test_answers_of_several_ranks_are_those_of_one(pair: Path, tmp_path: Path) -
     given = ["generate", str(prompts), *options, "--method", "lookup", "--device", "cpu", "--output"]
     assert CliRunner().invoke(app, [*given, str(tmp_path / "alone.jsonl")]).exit_code == 0
     out = tmp_path / "out.jsonl"
-    launch = Launch(FAULTY, [*given, str(out), "--json", str(tmp_path / "summary.json")])
+    launch = run_ranks(FAULTY, *given, str(out), "--json", str(tmp_path / "summary.json"))
     assert launch.codes == [0, 0], launch.stderr
     assert out.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
     assert {file.name for file in tmp_path.glob("out.jsonl*")} == {"out.jsonl", "out.jsonl.run"}
@@ -176,11 +169,11 @@ def test_text_of_several_ranks_is_that_of_one(pair: Path, tmp_path: Path) -> Non
     options += ["--device", "cpu", "--output_dir"]
     regenerate([*options, str(tmp_path / "alone")])
     out = tmp_path / "out"
-    launch = Launch(FAULTY, ["regenerate", *options, str(out)], FAULT="1:1:SIGKILL")
-    assert launch.codes == [1, -9] and "another rank has ended" in launch.said[-1], launch.stderr
+    launch = run_ranks(FAULTY, "regenerate", *options, str(out), FAULT="1:1:SIGKILL")
+    assert launch.codes == [1, -9] and "another rank has ended" in said(launch)[-1], launch.stderr
     shards = {path: path.stat().st_mtime_ns for path in (out / "train.shards").glob("shard-*")}
     assert len(shards) == 4 and not (out / "train.jsonl").exists()
-    launch = Launch(FAULTY, ["regenerate", *options, str(out)])
+    launch = run_ranks(FAULTY, "regenerate", *options, str(out))
     assert launch.codes == [0, 0] and launch.stdout.count("written to") == 1
     assert (out / "train.jsonl").read_bytes() == (tmp_path / "alone" / "train.jsonl").read_bytes()
     assert {path: path.stat().st_mtime_ns for path in shards} == shards

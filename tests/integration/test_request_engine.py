@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from calls import noted
-from oracles import Oracle
+from oracles import Oracle, prefilled
 from pairs import OPTIONS, make_pair, target_greedy
-from serving import ids
+from serving import VOCAB, ids
 from torch import Tensor
 
 from longspec import generate
@@ -34,7 +34,6 @@ from longspec.inference.stats import GenerationStats, pool
 from longspec.models.draft_layer import WINDOW
 from longspec.models.glide import GlideMixin
 
-VOCAB = 7
 VANILLA = Drafting("vanilla")
 
 
@@ -234,9 +233,8 @@ def test_state_after_every_accepted_length(tmp_path: Path, family: str, device: 
     # The true continuation, down to a planned depth, is on a random path of the real draft's tree.
     drafter = TreeDrafter(Runner(model), len(truth), SHAPE, GREEDY, "descend")
     oracle = Oracle(drafter, lengths, truth, PLAN, TOKENS)
-    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    engine = StaticBatch(Runner(model), oracle, GREEDY, padded, lengths, max_new_tokens=60)
-    assert engine.prefill().tolist() == [row[0] for row in truth]
+    engine = prefilled(model, prompts, oracle, new_tokens=60)
+    assert engine.root.tolist() == [row[0] for row in truth]
     at = [0, 0, 0]
     for planned in PLAN:
         tokens, counts, *_ = engine.round(torch.ones(3, dtype=torch.bool, device=device))

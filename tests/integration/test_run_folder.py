@@ -4,10 +4,12 @@ import json
 import os
 import re
 import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import noted
 from test_command import Refused, Setting, arguments, draft_of, lines_of, make_target, write_records
 
 from longspec.kernels.native.library import native_library
@@ -45,20 +47,8 @@ def answers(out: Path) -> list[tuple[str, list[int]]]:
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
     """Let this process receive signal `number` when a sample ends that follows `after` others."""
-    calls = []
-
-    def interrupted(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == after + 1:
-            os.kill(os.getpid(), number)
-        return make_line(*args)
-
-    make_line = measurement.sample_line
-    monkeypatch.setattr(measurement, "sample_line", interrupted)
-
-
-def no_weights(*_: object) -> None:
-    raise AssertionError("the weights are loaded")
+    samples = count()
+    noted(monkeypatch, measurement, "sample_line", lambda *_: next(samples) == after and os.kill(os.getpid(), number))
 
 
 def test_every_configuration_has_a_default_folder_of_its_own(pair: Setting, tmp_path: Path) -> None:
@@ -93,7 +83,7 @@ def test_results_of_another_run_are_refused_and_kept(
 
     def refused(line: list[str]) -> str:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measurement, "load_model", no_weights)
+            patch.setattr(measurement, "load_model", None)
             message = refusal(main, line)
         assert contents(uninterrupted) == before
         return message
@@ -114,7 +104,7 @@ def test_a_complete_run_says_so_and_shows_its_summary_again(
     pair: Setting, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(uninterrupted)
-    monkeypatch.setattr(measurement, "load_model", no_weights)
+    monkeypatch.setattr(measurement, "load_model", None)
     summary = main(arguments(*pair, uninterrupted, *SAMPLED))
     assert summary == json.loads(before["summary.json"]) and contents(uninterrupted) == before
     shown = capsys.readouterr().out
@@ -164,7 +154,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
 def test_an_output_folder_that_cannot_be_created_is_refused(
     pair: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refused
 ) -> None:
-    monkeypatch.setattr(measurement, "load_model", no_weights)
+    monkeypatch.setattr(measurement, "load_model", None)
     (tmp_path / "file").touch()
     for out, complaint in ((tmp_path / "file" / "out", "Not a directory"), (Path("/proc/longspec"), "/proc")):
         assert complaint in refusal(main, arguments(*pair, out, *SAMPLED))

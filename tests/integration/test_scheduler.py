@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from calls import noted
 from pairs import FAMILIES, drafted_pair, make_pair
-from serving import SMALL, Answer, alone, answers, random_requests, serving
+from serving import LISTED, SMALL, VOCAB, Answer, alone, answers, random_requests, serving
 from torch import Tensor
 
 from longspec.inference.drafting.proposal import WrappedDrafter
@@ -19,26 +20,16 @@ from longspec.inference.engine.round_record import RoundResult
 from longspec.inference.engine.rounds import Rounds
 from longspec.models.glide import GlideMixin
 
-VOCAB = 7
-"""Small, so that random drafts get tokens accepted."""
-LISTED = (0, 2, 5)
-"""Vocabulary list of the draft `listed`."""
+Models = Callable[..., GlideMixin]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], GlideMixin]:
-    known: dict[tuple[str, str], GlideMixin] = {}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    @cache
+    def model(family: str, options: str) -> GlideMixin:
+        return drafted_pair(tmp_path_factory.mktemp("pair"), family, options, LISTED, vocab_size=VOCAB)
 
-    def model(family: str, options: str = "published") -> GlideMixin:
-        if (family, options) not in known:
-            folder = tmp_path_factory.mktemp(f"{family}-{options}")
-            known[family, options] = drafted_pair(folder, family, options, LISTED, vocab_size=VOCAB)
-        return known[family, options]
-
-    return model
-
-
-Models = Callable[..., GlideMixin]
+    return lambda family, options="published": model(family, options)
 
 
 def check_scores(model: GlideMixin, request: Request, answer: Answer) -> None:
@@ -213,7 +204,7 @@ def test_tokens_and_trees_have_the_origin_of_their_nodes(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Rounds, "round", watched)
     # A pair that loops, with a vocabulary so small that a random draft is often right.
-    model = make_pair(tmp_path, "qwen2", vocab_size=7)
+    model = make_pair(tmp_path, "qwen2", vocab_size=VOCAB)
     with serving(model, max_rows=1, method="tree", lookup_branches=True, tree_nodes=9) as scheduler:
         expected.clear()
         (answer,) = answers(scheduler, [Request(PROMPT, 60, trace=True)])

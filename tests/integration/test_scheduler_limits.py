@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from pairs import make_pair
-from serving import Answer, alone, answers, random_requests, serving
+from serving import VOCAB, Answer, alone, answers, random_requests, serving
 
 from longspec.errors import UserError
 from longspec.inference.engine.requests import Event, Finished, NotServing, QueueFull, Request, RequestTooLarge
@@ -19,7 +19,6 @@ from longspec.inference.request import Sampling
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 
-VOCAB = 7
 POISON = 6
 """The token that gets an embedding of NaN."""
 

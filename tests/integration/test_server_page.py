@@ -76,6 +76,11 @@ class Page:
     def answered(self, count: int) -> None:
         self.until(lambda: len(self.all(".assistant .figures")) == count and self.one("#send").is_enabled())
 
+    def converse(self, message: str, answers: int, tokens: int = 40) -> None:
+        """Ask, and wait for the answer, after which there are `answers`."""
+        self.ask(message, tokens)
+        self.answered(answers)
+
     def counts(self) -> dict[str, int]:
         return {origin: int(self.text(f"#{origin}-count")) for origin in ("target", "draft", "lookup")}
 
@@ -86,8 +91,7 @@ def page(browser: webdriver.Chrome, server: Running) -> Page:
 
 
 def test_tokens_are_marked_by_origin_and_the_last_tree_is_shown(page: Page, browser: webdriver.Chrome) -> None:
-    page.ask("ab" * 20)
-    page.answered(1)
+    page.converse("ab" * 20, answers=1)
     counts = page.counts()
     assert counts["draft"] > 0 and counts["lookup"] == 0 and sum(counts.values()) == 40
     marked = {origin: page.all(f".said .{origin}") for origin in counts}
@@ -107,15 +111,13 @@ def test_tokens_are_marked_by_origin_and_the_last_tree_is_shown(page: Page, brow
 
 
 def test_the_switch_turns_speculation_off_and_the_answer_stays(page: Page) -> None:
-    page.ask("ab" * 20)
-    page.answered(1)
+    page.converse("ab" * 20, answers=1)
     first = page.text(".assistant .said")
     page.one("#reset").click()
     page.browser.execute_script("document.querySelector('[value=speculate]').focus()")
     page.press(Keys.LEFT)
     assert page.focused() == "vanilla"
-    page.ask("ab" * 20)
-    page.answered(1)
+    page.converse("ab" * 20, answers=1)
     assert page.text(".assistant .said") == first and page.counts() == {"target": 40, "draft": 0, "lookup": 0}
     assert float(page.text("#acceptance")) == 1 and not page.all(".tree")
     assert float(page.text("#ratio")) > 0  # of the answer before, with speculation
@@ -127,8 +129,7 @@ def test_the_switch_turns_speculation_off_and_the_answer_stays(page: Page) -> No
 
 
 def test_the_keyboard_reaches_everything_in_reading_order(page: Page) -> None:
-    page.ask("hi", tokens=6)
-    page.answered(1)
+    page.converse("hi", answers=1, tokens=6)
     page.browser.execute_script("document.querySelector('.skip').focus()")
     order = []
     for _ in range(7):
@@ -149,8 +150,7 @@ def test_stop_ends_the_answer_and_the_conversation_goes_on(page: Page, server: R
     page.answered(1)
     page.until(lambda: server.scheduler.snapshot().finished.get("cancelled", 0) == before + 1)
     assert "stopped" in page.text(".assistant .figures") and page.focused() == "message"
-    page.ask("more", tokens=5)
-    page.answered(2)
+    page.converse("more", answers=2, tokens=5)
     page.one("#reset").click()
     assert not page.all(".turn")
 
@@ -161,8 +161,7 @@ def test_a_failure_leaves_no_bubble_and_can_be_retried(page: Page) -> None:
     page.until(lambda: "more than the 4096 positions" in page.text("#alert"))
     assert page.one("#message").get_property("value") == "hello" and not page.all(".turn")
     assert page.one(".welcome").is_displayed()
-    page.ask("", tokens=5)  # what stands there is sent again
-    page.answered(1)
+    page.converse("", answers=1, tokens=5)  # what stands there is sent again
     assert [turn.text for turn in page.all(".user .said")] == ["hello"] and not page.text("#alert")
     assert page.text(".note") == "cut at 5 tokens" and not page.one(".welcome").is_displayed()
     page.one("#reset").click()
@@ -174,8 +173,7 @@ def test_a_failure_leaves_no_bubble_and_can_be_retried(page: Page) -> None:
 
 def test_a_reload_keeps_the_conversation(page: Page, browser: webdriver.Chrome) -> None:
     """Also an answer that was still arriving, and the key."""
-    page.ask("ab" * 20)
-    page.answered(1)
+    page.converse("ab" * 20, answers=1)
     page.ask("more", tokens=3000)
     page.until(lambda: len(page.all(".assistant")) == 2 and page.all(".assistant:last-child .said span"))
     before = [turn.get_attribute("class") for turn in page.all(".turn")]
@@ -186,8 +184,7 @@ def test_a_reload_keeps_the_conversation(page: Page, browser: webdriver.Chrome) 
     assert page.one(".assistant .said").get_attribute("innerHTML") == first
     assert [note.text for note in page.all(".note")] == ["cut at 40 tokens", "incomplete"]
     page.until(lambda: page.text("#model") == "tiny")
-    page.ask("and more", tokens=5)
-    page.answered(3)
+    page.converse("and more", answers=3, tokens=5)
     page.one("#reset").click()
     browser.refresh()
     assert not page.all(".turn")

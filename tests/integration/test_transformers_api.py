@@ -31,6 +31,8 @@ from longspec.inference.drafting.tree import TreeDrafter
 from longspec.models.glide import GlideMixin
 
 SHAPE = {"tree_shape": (2, 3)}
+target_alone: Any = GenerationMixin.generate
+"""transformers' own decoding of the same weights."""
 
 
 def padded_prompts() -> dict[str, Tensor]:
@@ -39,11 +41,6 @@ def padded_prompts() -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def target_alone(model: GlideMixin, **settings: Any) -> Any:
-    """transformers' own decoding of the same weights."""
-    return GenerationMixin.generate(model, **settings)
 
 
 @pytest.mark.parametrize(
@@ -72,17 +69,15 @@ def test_greedy_results_are_transformers_own(tmp_path: Path, family: str, settin
     assert expected.shape[1] > 9
 
 
-def test_results_as_a_dict_carry_the_statistics(tmp_path: Path) -> None:
+def test_results_as_a_dict_carry_the_statistics(model: GlideMixin) -> None:
     """And show that rounds drafted: the target drafting for itself accepts every token."""
-    model = make_pair(tmp_path)
     settings = {"max_new_tokens": 16, "return_dict_in_generate": True}
     out = model.generate(**padded_prompts(), **settings, method="magicdec", gamma=4)
     assert torch.equal(out.sequences, target_alone(model, **padded_prompts(), **settings).sequences)
     assert out.stats.mean_acceptance_length == 5 and out["sequences"] is out.sequences
 
 
-def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
+def test_defaults_come_from_the_models_generation_config(model: GlideMixin) -> None:
     model.generation_config.max_new_tokens = 5
     model.generation_config.eos_token_id = 60
     assert model.generate(**padded_prompts(), **SHAPE).shape == (2, 14)
@@ -92,10 +87,9 @@ def test_defaults_come_from_the_models_generation_config(tmp_path: Path) -> None
 
 
 def test_options_of_the_models_config_that_cannot_be_applied_are_ignored_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: GlideMixin, caplog: pytest.LogCaptureFixture
 ) -> None:
     """None of them reaches transformers' own preparation. The caller's are refused."""
-    model = make_pair(tmp_path)
     settings = {"max_new_tokens": 5, "method": "lookup"}
     expected = model.generate(**padded_prompts(), **settings)
     options = {"guidance_scale": 1.1, "num_beams": 3, "constraints": [[3]], "prompt_lookup_num_tokens": 3}
@@ -158,8 +152,7 @@ def test_stop_strings_end_where_transformers_ends(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_applied_is_refused_by_name(tmp_path: Path, settings: dict, name: str) -> None:
-    model = make_pair(tmp_path)
+def test_what_cannot_be_applied_is_refused_by_name(model: GlideMixin, settings: dict, name: str) -> None:
     with pytest.raises(UserError, match=f"^{name}: ") as error:
         model.generate(**padded_prompts(), **settings)
     assert "\n" not in str(error.value)
@@ -197,21 +190,19 @@ class Recorder:
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("method", ["tree", "magicdec"])
-def test_a_streamer_gets_what_transformers_sends(tmp_path: Path, method: str) -> None:
+def test_a_streamer_gets_what_transformers_sends(model: GlideMixin, method: str) -> None:
     """The prompt, then each new token: the same values and shapes in the same order."""
-    model = make_pair(tmp_path)
     (row,) = prompts(8)
     eos = target_greedy(model, row, 12)[7]
     mine, theirs = Recorder(), Recorder()
     generate(model, row[None], method=method, max_new_tokens=12, eos_token_id=eos, streamer=mine, **SETTINGS)
-    GenerationMixin.generate(model, row[None], max_new_tokens=12, eos_token_id=eos, streamer=theirs)
+    target_alone(model, row[None], max_new_tokens=12, eos_token_id=eos, streamer=theirs)
     assert mine.ends == 1 and len(mine.values) == len(theirs.values) > 2
     assert all(torch.equal(one, other) for one, other in zip(mine.values, theirs.values, strict=True))
 
 
 @pytest.mark.usefixtures("ahead")
-def test_an_exception_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = make_pair(tmp_path)
+def test_an_exception_leaves_the_model_as_it_was(model: GlideMixin) -> None:
     model.train()
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     config, generation_config = model.config.to_dict(), model.generation_config.to_dict()

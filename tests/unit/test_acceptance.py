@@ -253,21 +253,21 @@ def test_drafted_trees_follow_the_law_that_was_integrated(
             torch.testing.assert_close(drawn.sampled_from[row], tree.sampled_from[0].float())  # type: ignore[index]
 
 
+CHECKS: dict[str, Callable[[int], None]] = {
+    "tree": partial(test_rejecting_in_a_tree_sampled_without_replacement_is_exact, (2, 2)),
+    "tree, budget": partial(test_rejecting_among_selected_nodes_is_exact, (2, 3), 4),
+    "tree, lookup": partial(test_rejecting_among_nodes_and_branches_is_exact, (2, 2), 5, ((0, 1), (2,))),
+    "tree, descend": partial(test_descending_any_tree_is_exact, (2, 2)),
+    "tree, descend, budget": partial(test_descending_selected_nodes_is_exact, (2, 3), 4, None),
+    **dict.fromkeys(("seq", "magicdec"), partial(test_a_sampled_chain_is_exact, 2)),
+}
+"""The test of each method, as a function of the seed."""
+
+
 @pytest.mark.parametrize(("name", "method"), [(name, m) for name, fault in IN_THE_RULE.items() for m in fault.methods])
 def test_planted_faults_are_seen_in_the_sums(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tests as above fail with each fault of the rule."""
     IN_THE_RULE[name].plant(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(2):
-            if method == "tree, descend":
-                test_descending_any_tree_is_exact((2, 2), seed)
-            elif method == "tree, descend, budget":
-                test_descending_selected_nodes_is_exact((2, 3), 4, None, seed)
-            elif method == "tree, lookup":
-                test_rejecting_among_nodes_and_branches_is_exact((2, 2), 5, ((0, 1), (2,)), seed)
-            elif method == "tree, budget":
-                test_rejecting_among_selected_nodes_is_exact((2, 3), 4, seed)
-            elif method == "tree":
-                test_rejecting_in_a_tree_sampled_without_replacement_is_exact((2, 2), seed)
-            else:
-                test_a_sampled_chain_is_exact(2, seed)
+            CHECKS[method](seed)

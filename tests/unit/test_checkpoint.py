@@ -48,18 +48,6 @@ def test_the_best_so_far_is_read_back_if_it_can_be_compared(tmp_path: Path, capl
     assert read_best(config, run) == -math.inf and "evaluation.json is not the file that was saved" in caplog.text
 
 
-class FullDisk:
-    """An engine whose shard does not fit on the disk."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def save_checkpoint(self, folder: str, tag: str, **_: object) -> None:
-        Path(folder).mkdir()
-        (Path(folder) / "half").write_text("half")
-        raise self.error
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -69,9 +57,14 @@ class FullDisk:
     ],
 )
 def test_a_full_disk_is_said_and_the_older_checkpoints_stay(error: Exception, one_rank: None, tmp_path: Path) -> None:
+    def save(folder: str, tag: str, **_: object) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "half").write_text("half")
+        raise error
+
     write_pairs(tmp_path, None, 2, 1)
     with pytest.raises(UserError, match=r"step 3 could not be written.*resume=latest") as said:
-        save_checkpoint(FullDisk(error), None, stored_config(output_dir=str(tmp_path)), marker(3))
+        save_checkpoint(SimpleNamespace(save_checkpoint=save), None, stored_config(output_dir=str(tmp_path)), marker(3))
     assert "\n" not in str(said.value)
     assert latest(tmp_path) == ("last_ds", 2)
     complete_saves(tmp_path)

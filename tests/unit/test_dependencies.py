@@ -178,7 +178,6 @@ FORBIDDEN = {
     "regenerate": ("train",),
 }
 
-
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
 MODULES = {module.removesuffix(".__init__"): file for module, file in FILES.items()}
 

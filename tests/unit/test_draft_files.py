@@ -30,16 +30,28 @@ PUBLISHED_NAMES = (
     + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     + ["input_layernorm.weight", "post_self_attention_layernorm.weight", "post_cross_attention_layernorm.weight"]
 )
+TOKENS = torch.tensor([0, 3, 4, 9, 60])
+State = dict[str, torch.Tensor]
 
 
-def published_state() -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
+    """A pair whose draft proposes TOKENS; its target is in `name_or_path`."""
+    folder = tmp_path_factory.mktemp("target")
+    model = make_pair(folder)
+    model.draft_model.set_vocabulary(TOKENS)
+    model.name_or_path = str(folder)
+    return model
+
+
+def published_state() -> State:
     """Random weights under exactly the parameter names of the published drafts, dead cross k/v included."""
     generator, layer = torch.Generator().manual_seed(3), LlamaGlideDecoderLayer(tiny_config("llama")).state_dict()
     shapes = {name: layer[name if name in layer else name.replace("cross", "self")].shape for name in PUBLISHED_NAMES}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
+def write(state: State, form: str, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     if form == "pth":
         torch.save(state, folder / "any_name.pth")
@@ -61,11 +73,10 @@ def write(state: dict[str, torch.Tensor], form: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["pth", "folder", "safetensors", "sharded safetensors", "bin"])
-def test_published_names_load_from_every_form(tmp_path: Path, form: str) -> None:
+def test_published_names_load_from_every_form(pair: GlideMixin, tmp_path: Path, form: str) -> None:
     state = published_state()
-    make_pair(tmp_path / "target")
     draft = write(state, form, tmp_path / "draft")
-    model = LlamaGlide(tiny_config("llama"), tmp_path / "target", glide_path=draft, torch_dtype=torch.float32)
+    model = LlamaGlide(tiny_config("llama"), pair.name_or_path, glide_path=draft, torch_dtype=torch.float32)
     loaded = model.draft_model.state_dict()
     assert set(state) - set(loaded) == {f"cross_attn.{p}_proj.{k}" for p in "kv" for k in ("weight", "bias")}
     assert all(torch.equal(weight, state[name]) for name, weight in loaded.items())
@@ -102,17 +113,17 @@ def test_all_that_belongs_to_a_draft_comes_back_from_every_form(
 ) -> None:
     """Weights, options, vocabulary list and target, also where the weight file alone is moved. A target of the same
     shape with other weights is reported; the same one says nothing, in any dtype."""
-    options, tokens = DraftOptions(64, (1, 0), True), torch.tensor([0, 3, 4, 9, 60])
+    options = DraftOptions(64, (1, 0), True)
     pair = make_pair(tmp_path / "first", dtype=torch.bfloat16, options=options)
     make_pair(tmp_path / "second", seed=7)
-    pair.draft_model.set_vocabulary(tokens)
+    pair.draft_model.set_vocabulary(TOKENS)
     state, sample = pair.draft_model.state_dict(), take_sample(pair, str(tmp_path / "first"))
     draft = tmp_path / "draft"
     if form == "pth":
         save_draft_file(state, tmp_path / "out" / "x.pth", options, sample)
         draft = (tmp_path / "out" / "x.pth").rename(tmp_path / "moved.pth")
         plain = LlamaGlideDecoderLayer(pair.config, options)  # still plain weights for everybody else
-        plain.set_vocabulary(tokens)
+        plain.set_vocabulary(TOKENS)
         plain.load_state_dict(torch.load(draft, weights_only=True))
     elif form == "saved pair":
         pair.save_pretrained(draft)
@@ -124,11 +135,11 @@ def test_all_that_belongs_to_a_draft_comes_back_from_every_form(
     saved = load_draft(draft)
     assert saved.keys() == state.keys() and all(torch.equal(saved[name], weight) for name, weight in state.items())
     assert saved["d2t"].dtype == torch.int64 and saved["d2t"].tolist() == [0, 2, 2, 6, 56]
-    assert saved["t2d"].dtype == torch.bool and saved["t2d"].nonzero()[:, 0].tolist() == tokens.tolist()
+    assert saved["t2d"].dtype == torch.bool and saved["t2d"].nonzero()[:, 0].tolist() == TOKENS.tolist()
     assert list_size(draft) == 5 and draft_settings(draft).options == options
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loaded = LlamaGlide.from_pretrained(tmp_path / "first", glide_path=draft, dtype=dtype).draft_model
-        assert loaded.options == options and torch.equal(loaded.vocabulary, tokens)
+        assert loaded.options == options and torch.equal(loaded.vocabulary, TOKENS)
     assert not caplog.records
     LlamaGlide.from_pretrained(tmp_path / "second", glide_path=draft)
     assert "was trained for first, whose weights are not those of second" in caplog.text
@@ -192,9 +203,8 @@ def test_the_windows_of_a_file_and_its_folder(tmp_path: Path) -> None:
         (lambda s: s["self_attn.q_proj.bias"].fill_(torch.nan), r"weight self_attn\.q_proj\.bias contains NaN or Inf"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(tmp_path: Path, change, message: str) -> None:
+def test_weights_that_do_not_fit_are_named(pair: GlideMixin, tmp_path: Path, change, message: str) -> None:
     """On every route, also when configs ignore mismatched sizes."""
-    make_pair(tmp_path / "target")
     state = published_state()
     change(state)
     file = write(state, "pth", tmp_path)
@@ -202,7 +212,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change, message: str)
         check_draft(file, tiny_config("llama"), LlamaGlideDecoderLayer)
     for route in ({"state_dict": state}, {"glide_path": file}):
         with pytest.raises(UserError, match=message):
-            LlamaGlide.from_pretrained(tmp_path / "target", ignore_mismatched_sizes=True, **route)
+            LlamaGlide.from_pretrained(pair.name_or_path, ignore_mismatched_sizes=True, **route)
 
 
 def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Path) -> None:
@@ -219,20 +229,6 @@ def test_an_embedded_draft_fits_the_target_of_its_config_and_is_small(name: str)
     config = AutoConfig.from_pretrained(folder)
     check_draft(folder, config, family_class(config, name).draft_layer_class)
     assert (folder / "model.safetensors").stat().st_size <= 40e6 and (folder / "README.md").is_file()
-
-
-TOKENS = torch.tensor([0, 3, 4, 9, 60])
-State = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> GlideMixin:
-    """A pair whose draft proposes TOKENS; its target is in `name_or_path`."""
-    folder = tmp_path_factory.mktemp("target")
-    model = make_pair(folder)
-    model.draft_model.set_vocabulary(TOKENS)
-    model.name_or_path = str(folder)
-    return model
 
 
 def test_a_state_dict_brings_its_list_and_one_without_lifts_it(pair: GlideMixin) -> None:

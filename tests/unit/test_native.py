@@ -53,11 +53,10 @@ def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def forgotten(own_cache: Path) -> Iterator[None]:
     """An empty cache folder; what was loaded is forgotten before and after the test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native_library.cache_clear()
-    yield tmp_path / "longspec" / "native"
+    yield
     native_library.cache_clear()
 
 
@@ -153,7 +152,7 @@ def test_nan_is_not_lost() -> None:
 
 
 def test_without_a_compiler_one_line_says_so_and_torch_decodes(
-    forgotten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, ids = make_pair(tmp_path), torch.tensor([[3, 1, 4, 1, 5]])
     expected = generate(model, ids, max_new_tokens=8, eos_token_id=()).new_tokens[0]

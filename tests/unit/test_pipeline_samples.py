@@ -10,6 +10,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from oracles import prefilled
 from pairs import make_pair
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from experiments.drafts_verdict import ROUNDS, ahead
 from longspec import generate
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
-from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.engine_pool import release
 from longspec.inference.options import WITHOUT_FILE
 from longspec.inference.runner import Runner
@@ -165,10 +165,8 @@ SHAPE = (8, 8, 8)
 
 def decoded(model: GlideMixin, prompt: Tensor, length: int) -> tuple[int, int]:
     """Number of rounds and tokens of greedy decoding while a whole tree fits before `length`."""
-    sampler, runner = GREEDY, Runner(model)
-    drafter = TreeDrafter(runner, 1, SHAPE, sampler, "descend")
-    engine = StaticBatch(runner, drafter, sampler, prompt[None], [len(prompt)], 60)
-    engine.prefill()
+    drafter = TreeDrafter(Runner(model), 1, SHAPE, GREEDY, "descend")
+    engine = prefilled(model, [prompt], drafter, new_tokens=60)
     read, counts = len(prompt), []
     while read + len(SHAPE) + 2 <= length:
         counts.append(int(engine.round(torch.ones(1, dtype=torch.bool))[1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import FAMILIES, OPTIONS, Handed, make_pair, save_target
+from pairs import FAMILIES, OPTIONS, Handed, make_pair, save_target, spread
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -25,16 +25,17 @@ from longspec.train.loss import DraftLoss
 B, T = 2, 12
 
 
-def batch() -> dict[str, Tensor]:
+def batch(device: str = "cpu") -> dict[str, Tensor]:
     tokens = torch.randint(1, 61, (B, T), generator=torch.Generator().manual_seed(3))
     positions = torch.cat([torch.arange(4), 900 + torch.arange(4, T)]).expand(B, -1)
     borders = torch.tensor([0, 5, T, 2 * T], dtype=torch.int32)
-    return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "cu_seqlens": borders}
+    on_device = {"input_ids": tokens.to(device), "position_ids": positions.to(device)}
+    return {"labels": tokens, "cu_seqlens": borders, **on_device}
 
 
 @torch.no_grad()
 def test_several_lags_share_one_pass_of_the_target(tmp_path: Path) -> None:
-    """Several rows of lags give, with one pass of the target, the results of each row alone."""
+    """The results are those of each row of lags alone."""
     model: GlideMixin = make_pair(tmp_path)
     lags = torch.tensor([[1, 1, 1], [4, 2, 5]])
     objective = Handed(lambda hidden, target_hidden, labels, lm_head: hidden)
@@ -53,11 +54,9 @@ ODD_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 20}
 def test_elementwise_kernels_keep_results(tmp_path: Path, family: str, overrides: dict[str, Any], device: str) -> None:
     """Hidden states of target and draft, the modules that run, and calls by transformers are the same."""
     model: Any = make_pair(tmp_path, family, initializer_range=0.1, num_hidden_layers=2, **overrides).to(device)
-    for name, parameter in model.model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)).to(device)
+    spread(model.model)
     objective = Handed(lambda *inputs: inputs[:2])
-    inputs = {name: x.to(device) if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
+    inputs = batch(device)
     counts: Counter[str] = Counter()
     for name, module in model.model.named_modules():
         module.register_forward_hook(lambda *_, name=name: counts.update([name]))
@@ -84,8 +83,8 @@ def test_elementwise_kernels_keep_results(tmp_path: Path, family: str, overrides
 def test_the_host_never_waits_for_a_device_in_a_micro_batch(tmp_path: Path, variant: str, loss: str, kind: str) -> None:
     model: Any = make_pair(tmp_path, dtype=torch.bfloat16, options=OPTIONS[kind]).cuda()
     use_kernels(model.model, model.draft_layer_class)
-    inputs = {name: x.cuda() if name in ("input_ids", "position_ids") else x for name, x in batch().items()}
-    inputs |= {"lags": None if variant == "base" else torch.tensor([1, 5, 3]), "objective": DraftLoss(loss)}
+    lags = None if variant == "base" else torch.tensor([1, 5, 3])
+    inputs = batch("cuda") | {"lags": lags, "objective": DraftLoss(loss)}
     model(**inputs)[0].backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairs import make_pair
+from oracles import prefilled
+from pairs import make_pair, ragged_prompts
 from penalty_reference import sampler
 
 from longspec.inference.acceptance import accept
@@ -15,7 +16,6 @@ from longspec.inference.drafting.lookup import LookupBranches, TokenHistory
 from longspec.inference.drafting.proposal import Proposal
 from longspec.inference.drafting.tree import TreeDrafter
 from longspec.inference.engine.round_record import Report, RowRound
-from longspec.inference.engine.static_batch import StaticBatch
 from longspec.inference.runner import Runner
 from longspec.models.glide import GlideMixin
 
@@ -33,8 +33,7 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
     levels: list[torch.Tensor] = []
     level = drafter.draft.level
     drafter.draft.level = lambda *args: levels.append(level(*args)) or levels[-1]  # type: ignore[method-assign]
-    engine = StaticBatch(Runner(model), drafter, own, prompt, [20], max_new_tokens=8)
-    engine.prefill()
+    engine = prefilled(model, list(prompt), drafter, own)
     tree = drafter.propose(engine.root, engine.cache)
     score, above = {0: 0.0}, [0]
     for depth, (logits, width) in enumerate(zip(levels, SHAPE, strict=True), start=1):
@@ -60,12 +59,11 @@ def drafted(model: GlideMixin, shape: tuple[int, ...], temperature: float, looku
 def test_a_cut_tree_is_that_of_a_shorter_shape(tmp_path: Path, temperature: float) -> None:
     """For the same noise, after the whole tree was grown, and without an effect on it."""
     model = make_pair(tmp_path)
-    prompts = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(3))
+    _, _, prompts = ragged_prompts(20, 7)
 
     def proposals(shape: tuple[int, ...], levels: int, repeats: int) -> list[Proposal]:
         drafter = drafted(model, shape, temperature)
-        engine = StaticBatch(drafter.runner, drafter, drafter.sampler, prompts, [20, 7], max_new_tokens=8)
-        engine.prefill()
+        engine = prefilled(model, prompts, drafter, drafter.sampler)
         cut = drafter.cut(6, levels)
         return [deepcopy(part.propose(engine.root, engine.cache)) for part in (drafter, cut) * repeats]
 
@@ -81,11 +79,10 @@ def test_a_cut_tree_is_that_of_a_shorter_shape(tmp_path: Path, temperature: floa
 def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -> None:
     """Compared with rounds of these parts at the same roots, next to lookup branches."""
     model = make_pair(tmp_path, vocab_size=7)
-    prompts = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(3))
+    first, second = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(3))
     drafter = drafted(model, SHAPE, 0.0, lookup=True)
-    engine = StaticBatch(drafter.runner, drafter, drafter.sampler, prompts, [30, 17], max_new_tokens=300)
+    engine = prefilled(model, [first, second[:17]], drafter, drafter.sampler, new_tokens=300)
     engine.report = Report(ranks=True)
-    engine.prefill()
     plans = [Plan("tree", nodes, levels) for levels in (1, 2, 3) for nodes in (3, 5, 8)]
     seen = Counter[int]()
     for _ in range(40):

@@ -14,7 +14,8 @@ import pytest
 import torch
 from pairs import make_pair, tiny_config
 from safetensors.torch import save_file
-from tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from test_checkpoint import Made
+from tiny_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft, draft_settings, load_draft, resolve_draft
@@ -33,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with tokenizer, and its draft in the folder `run` as a training run saves it."""
     place = tmp_path_factory.mktemp("pair")
     model = make_pair(place / "target", vocab_size=VOCAB_SIZE)
-    save_tokenizer(place / "target")
+    byte_tokenizer().save_pretrained(place / "target")
     (place / "run").mkdir()
     torch.save(model.draft_model.state_dict(), place / "run" / "draft_model_weights.pth")
     return place
@@ -168,18 +169,10 @@ def test_code_next_to_a_target_or_draft_never_runs(run: Path, target: Path, tmp_
     assert not (tmp_path / "ran").exists()
 
 
-class Payload:
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_pickle_with_code_is_refused_without_advice_to_run_it(run: Path, legacy: bool) -> None:
     file = run / "draft_model_weights.pth"
-    torch.save({"weight": Payload(run / "ran")}, file, _use_new_zipfile_serialization=not legacy)
+    torch.save({"weight": Made(Path.touch, run / "ran")}, file, _use_new_zipfile_serialization=not legacy)
     message = refusal(lambda: use_draft(run), file)
     assert "holds something other than tensors, such as a whole module" in message and "weights_only" not in message
     assert message.endswith("its author can convert it with torch.save(module.state_dict(), FILE))")
@@ -224,7 +217,7 @@ def test_a_strange_state_dict_is_refused_before_it_is_used(run: Path, weights: t
 
 def test_a_target_with_code_is_refused(target: Path) -> None:
     (target / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Payload(target / "ran")}, target / "pytorch_model.bin")
+    torch.save({"lm_head.weight": Made(Path.touch, target / "ran")}, target / "pytorch_model.bin")
     assert "weights do not load" in refusal(lambda: LlamaGlide.from_pretrained(target), target)
     assert not (target / "ran").exists()
 
@@ -232,7 +225,7 @@ def test_a_target_with_code_is_refused(target: Path) -> None:
 def test_safetensors_are_preferred_to_a_pickle(run: Path) -> None:
     state = torch.load(run / "draft_model_weights.pth")
     save_file({name: weight + 1 for name, weight in state.items()}, run / "model.safetensors")
-    torch.save({"weight": Payload(run / "ran")}, run / "draft_model_weights.pth")
+    torch.save({"weight": Made(Path.touch, run / "ran")}, run / "draft_model_weights.pth")
     assert torch.equal(load_draft(run)["mlp.up_proj.weight"], state["mlp.up_proj.weight"] + 1)
 
 

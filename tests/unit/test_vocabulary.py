@@ -98,8 +98,7 @@ def check_same(got: Tree, expected: Tree) -> None:
 def test_a_level_equals_the_reference(
     sizes: tuple[int, ...], temperature: float, dtype: torch.dtype, sampled: bool, device: str
 ) -> None:
-    """Tokens, parents, scores and visible nodes, for any size of the level and of the vocabulary. A sampled level, with
-    equal noise, also in arrivals and q, of which no other row changes."""
+    """Tokens, parents, scores, visible nodes, arrivals and q, for any size of the level and of the vocabulary."""
     batch, parents, width, vocab = sizes
     logits = random_logits(batch, parents, vocab)
     if dtype != torch.float32:  # distinct logits, because the kernel has its own order of equal ones
