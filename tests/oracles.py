@@ -22,18 +22,13 @@ Plan = Sequence[Sequence[int]]
 
 
 class Oracle(WrappedDrafter):
-    """Wraps a drafter, records the number of accepted tokens and, given a plan, replaces the tokens of its proposals.
+    """Wraps a drafter, records the number of accepted tokens and, unless the plan is empty, replaces proposed tokens.
 
     The shape and the branches of a proposal stay as the drafter chose them.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        prompt_lengths: Sequence[int],
-        truth: Sequence[Sequence[int]] = (),
-        plan: Plan = (),
-        vocab: int = 0,
+        self, drafter: Drafter, prompt_lengths: Sequence[int], truth: Sequence[Sequence[int]], plan: Plan, vocab: int
     ) -> None:
         """truth: the continuation of each row from its first new token, as long as any round looks ahead."""
         super().__init__(drafter)

@@ -72,14 +72,6 @@ def spread(model: nn.Module) -> None:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
-def drafted_pair(folder: Path, family: str, options: str, listed: Sequence[int], **overrides: Any) -> GlideMixin:
-    """`make_pair` with a draft of OPTIONS, or with the vocabulary list `listed`."""
-    model = make_pair(folder, family, options=OPTIONS["published" if options == "listed" else options], **overrides)
-    if options == "listed":
-        model.draft_model.set_vocabulary(torch.tensor(listed))
-    return model
-
-
 def padded(rows: Sequence[torch.Tensor], side: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask of rows of tokens, padded on a side."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_side=side)

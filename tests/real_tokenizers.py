@@ -38,11 +38,10 @@ QWEN3_TEMPLATE = (
 )
 
 
-def make_real_target(folder: Path, shape: str) -> Path:
+def make_real_target(folder: Path, shape: str) -> None:
     """A random target of 3 layers with a tokenizer of `shape`."""
     folder.mkdir(parents=True)
     {"vicuna": _vicuna, "llama3": _llama3, "qwen3": _qwen3}[shape](folder)
-    return folder
 
 
 def sentencepiece_model(sentences: list[str], **options: Any) -> bytes:

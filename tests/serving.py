@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from threading import Event as Signal
 from typing import Any
 
 import torch
+from pairs import OPTIONS, make_pair
 
 from longspec import generate
 from longspec.inference.engine.requests import Event, Finished, PromptScores, Request, Sampling, Ticket, Tokens
@@ -16,10 +18,16 @@ from longspec.models.glide import GlideMixin
 SMALL: dict[str, Any] = {"method": "tree", "tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}
 VOCAB = 7
 """Vocabulary of targets: so small that random drafts get tokens accepted."""
-LISTED = (0, 2, 5)
-"""Vocabulary list of the drafts `listed`."""
 TIMEOUT = 60
 """Seconds; only a deadlock takes them."""
+
+
+def drafted_pair(folder: Path, family: str, options: str) -> GlideMixin:
+    """A pair with a draft of OPTIONS, or with a published one that has a list of tokens if options is "listed"."""
+    is_listed = options == "listed"
+    model = make_pair(folder, family, options=OPTIONS["published" if is_listed else options], vocab_size=VOCAB)
+    model.draft_model.set_vocabulary(torch.tensor([0, 2, 5]) if is_listed else None)
+    return model
 
 
 def ids(events: Sequence[Event]) -> list[int]:

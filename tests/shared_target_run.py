@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from pairs import padded
 
 from longspec.errors import UserError
 from longspec.inference import generate as generate_module
@@ -73,10 +73,8 @@ class Collector:
 
 def outcome(model: GlideMixin, prompts: list[list[int]], **settings: Any) -> tuple[Any, ...]:
     """New tokens, rounds per row and accepted tokens by depth of a generation."""
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    shape = {"tree_shape": (3, 4, 2), "gamma": 3, "max_new_tokens": 12}
-    ids, settings = pad_sequence(rows, batch_first=True), shape | settings
+    settings = {"tree_shape": (3, 4, 2), "gamma": 3, "max_new_tokens": 12} | settings
+    ids, mask = padded([torch.tensor(prompt) for prompt in prompts])
     output = generate_module.generate(model, ids, mask, allow_untrained_draft=True, **settings)
     stats = output.stats
     return [row.tolist() for row in output.new_tokens], stats.row_rounds, stats.accepted_by_depth

@@ -55,12 +55,11 @@ def make_target(folder: Path, family: str = "llama", **overrides: Any) -> Path:
     return folder
 
 
-def write_texts(path: Path, count: int, seed: int = 0) -> Path:
+def write_texts(path: Path, count: int, seed: int = 0) -> None:
     """Write plain text records of uneven lengths."""
     choice = random.Random(seed)
     texts = [" ".join(choice.choices(WORDS, k=choice.randint(15, 60))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 def make_work(work: Path, texts: int = 40, held_out: int = 40, **overrides: Any) -> Path:

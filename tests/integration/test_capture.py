@@ -56,7 +56,6 @@ def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: 
     ids, mask, rows = prompts(*lengths)
     truth = torch.tensor([target_greedy(model, row, new + 8) for row in rows]).cuda()
     plan = [[0, 4, 2], [4, 0, 1], [1, 3, 4], [3, 1, 0], [2, 2, 3], [4, 4, 4], [0, 0, 0]]
-    make_drafter = methods.make_drafter
 
     def make_oracle(*args: object) -> DeviceOracle:
         return DeviceOracle(make_drafter(*args), SHAPE, lengths, truth, plan, VOCAB)

@@ -23,14 +23,6 @@ from longspec.inference.adaptive import time_cache
 from longspec.inference.detokenizer import printable
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    texts = ["a" * (7 * number % 23 + 1) for number in range(9)]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": f"p{len(t)}", "prompt": t}) + "\n" for t in texts))
-    return path
-
-
 def invoke(*arguments: object, code: int = 0, **options: Any) -> Any:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
     assert result.exit_code == code, result.output + repr(result.exception)
@@ -41,8 +33,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, prompts: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, tmp_path: Path) -> None:
     """With sampling and batches by length; nothing that is written already is generated again."""
+    texts, prompts = ["a" * (7 * number % 23 + 1) for number in range(9)], tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": f"p{len(text)}", "prompt": text}) + "\n" for text in texts))
     given = ["generate", prompts, "--model", target, "--temperature", 1, "--batch_size", 2, "--max_new_tokens", 6]
     given += ["--method", "lookup"]
     invoke(*given, "--output", tmp_path / "whole.jsonl", "--json", tmp_path / "summary.json")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from calls import noted
-from pairs import drafted_pair
-from serving import LISTED, SMALL, VOCAB, alone, ids
+from serving import SMALL, alone, drafted_pair, ids
 
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.batch import LEAST_ROUNDS, Batch
@@ -38,22 +37,15 @@ class Session:
         self.sizes = noted(pytest.MonkeyPatch(), self.batch, "rounds", lambda mode, size: size)
         """Rows of each round."""
 
-    def submit(self, request: Request) -> None:
-        self.events.append([])
-        self.engine.add(request, self.events[-1].append)
-
     def finish(self, requests: Sequence[Request]) -> list[list[Tokens]]:
         """Submit requests and play until all answers have ended."""
         for request in requests:
-            self.submit(request)
+            self.events.append([])
+            self.engine.add(request, self.events[-1].append)
         while self.engine.clients.open:
             self.engine.step()
         assert all(isinstance(events[-1], Finished) and not events[-1].message for events in self.events)
         return [[event for event in events if isinstance(event, Tokens)] for events in self.events]
-
-
-def pair(folder: Path, options: str) -> GlideMixin:
-    return drafted_pair(folder, "qwen2", options, LISTED, vocab_size=VOCAB)
 
 
 @torch.no_grad()
@@ -64,7 +56,7 @@ def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
     """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
     capacity = 256
     monkeypatch.setattr("longspec.inference.memory.row_capacity", lambda *_: capacity)
-    model = pair(tmp_path, "published")
+    model = drafted_pair(tmp_path, "qwen2", "published")
     session = Session(model, 4, ahead, method="lookup", gamma=15)
     session.batch.sizes = [1, 2, 4]  # as where rounds are captured
     longest = session.engine.longest
@@ -91,7 +83,7 @@ def test_rows_that_are_exchanged_go_on_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, settings: Any, long: Request, ahead: int
 ) -> None:
     """The row that gives way is read on in its new place, amid its prompt. An exchange copies two layers, then one."""
-    model = pair(tmp_path, options)
+    model = drafted_pair(tmp_path, "qwen2", options)
     late = Request([2, 6, 3, 3, 5] * 25, 6)
     session = Session(model, 3, ahead, **settings)
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from calls import noted
-from pairs import FAMILIES, drafted_pair, make_pair
-from serving import LISTED, SMALL, VOCAB, Answer, alone, answers, random_requests, serving
+from pairs import FAMILIES, make_pair
+from serving import SMALL, VOCAB, Answer, alone, answers, drafted_pair, random_requests, serving
 from torch import Tensor
 
 from longspec.inference.drafting.proposal import WrappedDrafter
@@ -27,7 +27,7 @@ Models = Callable[..., GlideMixin]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     @cache
     def model(family: str, options: str) -> GlideMixin:
-        return drafted_pair(tmp_path_factory.mktemp("pair"), family, options, LISTED, vocab_size=VOCAB)
+        return drafted_pair(tmp_path_factory.mktemp("pair"), family, options)
 
     return lambda family, options="published": model(family, options)
 

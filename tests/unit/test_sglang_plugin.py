@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import prefilled
 from pairs import make_pair, tiny_config
 from penalty_reference import sampler
 from sglang_kernels import Pool, paged_attention, parents_of
@@ -68,10 +69,9 @@ def both_drafters(tmp_path: Path, family: str, listed: torch.Tensor | None) -> t
     pair.draft_model.set_vocabulary(listed)
     draft = save_draft(pair, tmp_path / "draft")
     prompts = torch.randint(0, 61, (2, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
-    runner, own = Runner(pair), sampler(0.0, 2)
-    tree = TreeDrafter(runner, 2, SHAPE, own.drafting(), "descend", nodes=NODES)
-    engine = StaticBatch(runner, tree, own, prompts, LENGTHS, max_new_tokens=8)
-    engine.prefill()
+    own = sampler(0.0, 2)
+    tree = TreeDrafter(Runner(pair), 2, SHAPE, own.drafting(), "descend", nodes=NODES)
+    engine = prefilled(pair, [row[:n] for row, n in zip(prompts, LENGTHS, strict=True)], tree, own)
     return engine, tree, served(pair, draft, engine, prompts)
 
 

@@ -93,8 +93,7 @@ def test_bad_template_variables_are_one_line(targets: Path, shape: str, given: A
 @pytest.mark.parametrize(("target", "eos", "pad"), [(QWQ, 151645, 151643), (LLAMA3, 128009, 128001)])
 def test_published_ids_are_those_of_the_published_targets_alone(target: str, eos: int, pad: int) -> None:
     assert PUBLISHED_TARGETS[target] == (eos, pad)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages }}"
+    tokenizer = byte_tokenizer("{{ messages }}")
     assert resolve_chat_format("auto", target, "llama", tokenizer) == "published"
     assert resolve_chat_format("tokenizer", target, "llama", tokenizer) == "tokenizer"
     assert resolve_chat_format("auto", f"/models/{target}", "llama", tokenizer) == "tokenizer"

@@ -15,11 +15,10 @@ PLAIN = ("", None, "plain", None)
 """Arguments of `read_questions` for plain text."""
 
 
-def write_task(folder: Path, name: str, *lines: object) -> Path:
+def write_task(folder: Path, name: str, *lines: object) -> None:
     """DIR/<name>.jsonl; what is not a string becomes JSON."""
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (folder / f"{name}.jsonl").write_text(text)
 
 
 def record(**fields: object) -> dict[str, object]:

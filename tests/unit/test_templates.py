@@ -32,8 +32,7 @@ def bos_tokenizer(eos_too=False):
 
 
 def test_the_tokenizers_own_chat_template():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = byte_tokenizer(TEMPLATE)
     assert chat_prompt("Hi", "llama", tokenizer, "tokenizer", "Summary:") == "[user]Hi[assistant]Summary:"
     prompt, answer = render(sample("report", "Costs rose.", "They rose."), "llama", tokenizer, "tokenizer")
     assert prompt.endswith("[assistant]") and answer == "They rose."
@@ -53,8 +52,7 @@ def test_the_tokenizers_own_chat_template():
     ],
 )
 def test_any_error_of_a_chat_template_is_one_line_with_its_place(template, reason):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = byte_tokenizer(template)
     problem = rf"^f, line 3: the tokenizer's chat template fails on .*{reason}"
     with pytest.raises(UserError, match=problem) as error, located("f", 3):
         render(sample("prompt", "Hi", "a"), "llama", tokenizer, "tokenizer")
@@ -66,8 +64,7 @@ def test_any_error_of_a_chat_template_is_one_line_with_its_place(template, reaso
 
 def test_the_default_of_several_chat_templates_is_used():
     """With its variables. Without a default one the names are listed."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = {"default": TEMPLATE + "{{ think }}", "rag": "rag"}
+    tokenizer = byte_tokenizer({"default": TEMPLATE + "{{ think }}", "rag": "rag"})
     set_template_arguments(tokenizer, {"think": "!"})
     assert resolve_chat_format("auto", "target", "llama", tokenizer) == "tokenizer"
     assert chat_prompt("Hi", "llama", tokenizer, "tokenizer") == "[user]Hi[assistant]!"
