@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -236,12 +235,6 @@ def equal_drafts(one: Path, other: Path) -> bool:
     """Whether two files or folders hold the same draft, bit for bit."""
     first, second = load_draft(one), load_draft(other)
     return first.keys() == second.keys() and all(torch.equal(weight, second[name]) for name, weight in first.items())
-
-
-def lose_newest(output: Path) -> None:
-    """Remove the newest generation of a run's checkpoints."""
-    for name in ("last_ds", "checkpoint-last"):
-        shutil.rmtree(output / name)
 
 
 def plain_training(config: TrainConfig, steps: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -47,14 +47,6 @@ class Interpreted(Backend):
     stream = staticmethod(DeterministicBackend.stream)
 
 
-def near_ties(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> GlideMixin:
-    """A pair whose greedy tokens change with the rounding: its logits differ by little, and so do its answers' texts.
-
-    The draft shares the target's head and reads its cache, so that some of its tokens are accepted.
-    """
-    return make_pair(folder, family, dtype, initializer_range=0.05, options=OPTIONS["both"], **overrides).eval()
-
-
 class TokensInATree(Drafter):
     """Proposes given tokens as one path of a tree, with a wrong sibling before each of them."""
 
@@ -139,7 +131,10 @@ def test_greedy_answers_are_those_of_vanilla_in_every_mode_and_batch(
 ) -> None:
     """Prompts of 5 to 5,000 tokens, alone, eight together, and served with chunks and reuse of prefixes."""
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "vocab_size": 512, "max_position_embeddings": 8192}
-    model = near_ties(tmp_path, family, dtype, **sizes, **heads).cuda()
+    # Logits differ by little, so that greedy tokens change with the rounding. The draft shares the target's head and
+    # reads its cache, so that some of its tokens are accepted.
+    near_ties: dict[str, Any] = {"initializer_range": 0.05, "options": OPTIONS["both"]}
+    model = make_pair(tmp_path, family, dtype, **near_ties, **sizes, **heads).eval().cuda()
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 63, 64, 250, 300, 1000, 4060, 5000]
     prompts = [torch.randint(1, 512, (length,), generator=generator).tolist() for length in lengths]

@@ -45,12 +45,6 @@ def answers(out: Path) -> list[tuple[str, list[int]]]:
     return [(line["id"], line["token_ids"]) for line in lines_of(out)]
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
-    """Let this process receive signal `number` when a sample ends that follows `after` others."""
-    samples = count()
-    noted(monkeypatch, measurement, "sample_line", lambda *_: next(samples) == after and os.kill(os.getpid(), number))
-
-
 def test_every_configuration_has_a_default_folder_of_its_own(pair: Setting, tmp_path: Path) -> None:
     target, data = pair
     options = [option for option in arguments(target, data, tmp_path) if option not in ("--output_dir", str(tmp_path))]
@@ -123,7 +117,10 @@ def test_a_stop_signal_saves_the_running_samples_and_the_same_command_continues(
 ) -> None:
     """Continued runs draw the same tokens as uninterrupted ones, and their summary pools all samples."""
     out, handlers = tmp_path / "out", signal.getsignal(signal.SIGTERM)
-    interrupt(monkeypatch, signal.SIGTERM, after=2)
+    # The signal comes when the third sample ends.
+    samples = count()
+    third = lambda *_: next(samples) == 2 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    noted(monkeypatch, measurement, "sample_line", third)
     with pytest.raises(SystemExit) as stop:
         main(arguments(*pair, out, *SAMPLED))
     assert stop.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) == handlers

@@ -55,11 +55,6 @@ def random_logits(batch: int, parents: int, vocab: int, dtype: torch.dtype = tor
     return logits.to(dtype)
 
 
-def temperatures(batch: int, highest: float) -> Tensor | None:
-    """One temperature per row, each lower than the one before; None for 1."""
-    return None if highest == 1.0 else highest / torch.arange(1, batch + 1, dtype=torch.float64)
-
-
 def check_level(
     tree: Tree, above: slice, width: int, logits: Tensor, temperature: float, sampled: bool, device: str
 ) -> Tree:
@@ -69,7 +64,8 @@ def check_level(
     got = Tree(*(x.clone().to(device) for x in tree))
     all_q = torch.full((batch, parents + 2, vocab), torch.nan, device=device)  # a row for other levels on each side
     q = torch.full(logits.shape, torch.nan)
-    own = temperatures(batch, temperature)
+    # One temperature per row, each lower than the one before; None for 1.
+    own = None if temperature == 1.0 else temperature / torch.arange(1, batch + 1, dtype=torch.float64)
     draws = (Draws(noise.to(device), all_q[:, 1:-1]), Draws(noise, q)) if sampled else (None, None)
     on_device = None if own is None else own.to(device)
     tree_growth.grow_level(got, above, width, logits.to(device), on_device, draws[0])
