@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -184,6 +185,16 @@ def test_at_once_ends_on_the_first_signal_only() -> None:
             signal.raise_signal(signal.SIGTERM)
             cleaned_up = True
     assert cleaned_up and end.value.code == exit_code(signal.SIGHUP) == 129 and stop.received == signal.SIGHUP
+
+
+def test_a_signal_in_a_destructor_ends_the_command_too() -> None:
+    """Python drops what a destructor raises; a server that starts would serve on."""
+    dropped = type("Dropped", (), {"__del__": lambda self: signal.raise_signal(signal.SIGINT)})
+    hook = sys.unraisablehook
+    with pytest.raises(SystemExit, match="130"), StopSignals(at_once=True):
+        dropped()
+        threading.Event().wait(30)
+    assert sys.unraisablehook is hook
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
