@@ -61,6 +61,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["chat", f"{tmp_path}/none"], "no such folder"),
         (["generate", "none.csv"], "none.csv: no such file; if the text itself is the prompt, give it on stdin"),
         (["generate", "hello", "--top_p", "0"], "top_p"),
+        (["generate", "hello", "--logit_bias", '{"a": 1}'], "logit_bias: 'a' is not a token id\n"),
         (["generate", "hello", "--tree_shape", "2", "4"], "--tree_shape 2, prompt 4: write levels as in 4,16,16"),
         (["generate", "hi", "--model", "./none", "--tree_nodes", "1"], "tree_nodes: 1; it must be"),
         (["regenerate", "--target", "./none", "--count", "1", "--output_dir", "a", "--tree_nodes", "1"], "nodes: 1"),
@@ -73,7 +74,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["split", "--target", f"{tmp_path}/none", "--tp_size", "2", "--output", f"{tmp_path}/split"], "no model"),
     ):
         monkeypatch.setattr(sys, "argv", ["longspec", *given])
-        assert part in refusal(console.main)
+        assert part in f"{refusal(console.main)}\n"
 
 
 @pytest.fixture
