@@ -84,7 +84,7 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)
     assert "error: /stats takes no argument\n" in said(session, "/stats now")
     session.pair.encode = Mock(side_effect=KeyboardInterrupt)  # Ctrl-C while the tokenizer reads a long text
-    assert "(stopped)" in said(session, f"/file {tmp_path}/a b.txt")
+    assert "(stopped)" in said(session, f"/file '{tmp_path}/a b.txt'")  # as terminals quote a dropped file
     assert len(session.turns) == 6
 
 
