@@ -213,6 +213,12 @@ def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Pa
         check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
 
 
+def test_the_folder_of_a_run_names_its_draft(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint-last").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"/run: no draft in this folder .*; give .*/run/checkpoint-last$"):
+        check_draft(tmp_path / "run", tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
 @pytest.mark.parametrize("name", sorted(EMBEDDED_DRAFTS.values()))
 def test_an_embedded_draft_fits_the_target_of_its_config_and_is_small(name: str) -> None:
     folder = DRAFTS / name
