@@ -82,7 +82,6 @@ def started(method: str, policy: dict[str, str]) -> ProcessPoolExecutor:
 
 
 def load(method: str) -> None:
-    """Load the model of a process."""
     import longspec  # isort: skip  # before torch, as in the commands
 
     import torch

@@ -7,8 +7,6 @@ shapes alone. Tokens/s need acceptance lengths that `longspec draft` measured fo
 the floor is that of its part, without communication.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -104,13 +102,13 @@ def run(options: Namespace, acceptance: Mapping[Key, float]) -> None:
     print_result("decoding", options, **result)
 
 
-def decoding_pair(shape: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> GlideMixin:
+def decoding_pair(shape: str) -> GlideMixin:
     """The random pair of a shape, or this rank's part of it. Raises UserError if the ranks cannot share it."""
     ranks = model_parallel_rank_and_size()[1]
     if ranks > 1:
         check_divisible(SHAPES[shape], ranks, shape)
         torch.manual_seed(0)  # the ranks' drafts are parts of one
-    pair = random_pair(shape, device, dtype)
+    pair = random_pair(shape)
     if ranks > 1:
         split_draft(pair)
     return pair.eval()

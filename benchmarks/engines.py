@@ -12,8 +12,6 @@ concurrent requests is all tokens of 4 n answers over the whole time, n of them 
 equal to those of the engine's own vanilla decoding.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -16,10 +16,6 @@ class Flops(NamedTuple):
     loss: float
     """Draft logits, their gradient with respect to the hidden states, and target logits if the loss reads them."""
 
-    @property
-    def total(self) -> float:
-        return sum(self)
-
 
 def training_flops(config: Any, segments: Sequence[int], scored: int, reads_target: bool) -> Flops:
     """Operations for packed segments of `segments` tokens each, `scored` tokens of which are in the loss.

@@ -20,8 +20,6 @@ DECIMALS_BELOW = 100
 """Figures from this value on, such as tokens/s, are shown without decimals."""
 NOISE = 0.02
 """Smallest relative difference of two drafts that counts, about twice the standard deviation between two seeds."""
-
-
 CONTEXTS = "longest over shortest context"
 FIGURES = ("tokens per round", "tokens/s", "tokens/s over vanilla", "tokens/s over lookup", CONTEXTS)
 """Figures that may have goals. CONTEXTS compares the tree's tokens per round."""

@@ -53,7 +53,7 @@ class Comparison:
     forced: list[MethodSettings] = field(default_factory=list)
     """Teacher-forced methods, measured with each seed."""
     decoding: list[MethodSettings] = field(default_factory=list)
-    """Methods that decode with the drafts of the first seed, for the time per round."""
+    """Methods that decode for the time per round, with the drafts of the first seed; not those of arms with `like`."""
     jobs_per_gpu: int = 1
     """Trainings and teacher-forced measurements that share a GPU. Whatever is timed has a GPU to itself."""
 
@@ -181,6 +181,11 @@ def seconds_per_step(
 def timed_arms(comparison: Comparison) -> set[str]:
     """The arms whose seconds per step decide how many steps another one trains."""
     return {name for arm in comparison.arms.values() for name in (arm.like, arm.seconds_of) if name is not None}
+
+
+def decoded_arms(comparison: Comparison, names: Iterable[str]) -> list[str]:
+    """Those of the arms whose rounds are timed. A round of an arm with `like` takes as long as one of that arm."""
+    return [name for name in names if comparison.arms[name].like is None]
 
 
 def equal_steps(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> list[int]:

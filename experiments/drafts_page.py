@@ -1,5 +1,6 @@
 """The page of `experiments.drafts`: acceptance against context, time per round, memory and training of each draft."""
 
+import gzip
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def write_results(
     page = folder / "README.md"
     write_tables(page, f"Drafts for {settings.target}", settings, command, facts, [PICTURE], tables, lead)
     kept = frame.drop(columns="token_ids").to_json(orient="records", lines=True)
-    write_atomically(folder / "samples.jsonl", kept)
+    write_atomically(folder / "samples.jsonl.gz", gzip.compress(kept.encode(), mtime=0))
     return page
 
 

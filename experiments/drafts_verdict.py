@@ -12,6 +12,7 @@ from experiments.comparison import (
     arm_folder,
     baseline_settings,
     baselines_folder,
+    decoded_arms,
     find_trained,
     runs,
     with_methods,
@@ -117,7 +118,8 @@ def gaps(settings: Settings, comparison: Comparison, root: Path, seeds: Sequence
                 continue
             if missing_samples(with_methods(own, comparison.forced), folder):
                 unforced.append(label)
-            if number == 0 and missing_samples(with_methods(own, comparison.decoding), folder):
+            is_decoded = number == 0 and name in decoded_arms(comparison, names)
+            if is_decoded and missing_samples(with_methods(own, comparison.decoding), folder):
                 undecoded.append(label)
     if missing := missing_samples(baseline_settings(settings, comparison), baselines_folder(root)):
         undecoded.append(f"{missing} samples of the baselines")

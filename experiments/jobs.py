@@ -21,6 +21,7 @@ from experiments.comparison import (
     arm_folder,
     baseline_settings,
     baselines_folder,
+    decoded_arms,
     find_trained,
     measure_missing,
     read_comparison,
@@ -67,11 +68,11 @@ def planned_jobs(comparison: Comparison, names: Sequence[str], seeds: Sequence[i
     equal = tuple(trained.values())
     trained |= {name: Job(TRAINING, name, first, after=equal if comparison.arms[name].like else ()) for name in rest}
     baselines = Job(BASELINES, "target", first, alone=True)
-    decoded = {name: Job(DECODING, name, first, True, (job,)) for name, job in trained.items()}
-    jobs = [*equal, baselines, *(decoded[name] for name in timed)]
-    jobs += [*(trained[name] for name in rest), *(decoded[name] for name in rest)]
+    decoded = {name: Job(DECODING, name, first, True, (trained[name],)) for name in decoded_arms(comparison, names)}
+    jobs = [*equal, baselines, *(job for name, job in decoded.items() if name in timed)]
+    jobs += [*(trained[name] for name in rest), *(job for name, job in decoded.items() if name in rest)]
     # After the arm's decoding, whose samples are in the same file.
-    jobs += [Job(FORCED, name, first, after=(baselines, decoded[name])) for name in names]
+    jobs += [Job(FORCED, name, first, after=(baselines, decoded.get(name, trained[name]))) for name in names]
     for seed, own in others:
         trained = {name: Job(TRAINING, name, seed, after=(baselines, *decoded.values())) for name in own}
         jobs += [*trained.values(), *(Job(FORCED, name, seed, after=(trained[name],)) for name in own)]

@@ -109,7 +109,6 @@ class PromptRun:
         return hashlib.blake2b(json.dumps(self.identity, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def line(self, number: int, tokens: list[int]) -> Line:
-        """The line of an answer."""
         finished = tokens[-1] in self.pair.stop_ids
         # Without clean-up, because that of some tokenizers removes spaces that the target wrote.
         text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longspec.errors import UserError
-from longspec.inference.methods import AUTO, Drafting, parse_shape
+from longspec.inference.methods import AUTO, DEFAULT_GAMMA, Drafting, parse_shape
 from longspec.inference.token_options import COMMAND_OPTIONS, given_options
 from longspec.models.packaged_targets import SMOLLM2
 
@@ -88,7 +88,7 @@ class DraftingOptions:
     tree_rule: TreeRule = option("reject", "How a tree is accepted above temperature 0.", DRAFTING)
     tree_nodes: int | None = option(None, "Verify this many nodes.", DRAFTING, show_default="all")
     lookup_branches: bool = option(False, "Add continuations that the context already holds.", DRAFTING)
-    gamma: int = option(4, "Length of the chain (seq, magicdec, lookup).", DRAFTING, min=1)
+    gamma: int = option(DEFAULT_GAMMA, "Length of the chain (seq, magicdec, lookup).", DRAFTING, min=1)
 
     def arguments(self, method: str | None, prompts: Sequence[str] = ()) -> dict[str, Any]:
         """As arguments of `longspec.generate` and of the scheduler. Raises UserError for values that no target takes,

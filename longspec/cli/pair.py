@@ -1,7 +1,5 @@
 """The pair of a command: loaded by name or path, with a method that it supports."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,8 +139,7 @@ def open_pair(
     stop_ids = stop_tokens(tokenizer, sorted(end_tokens(model)))
     if chat_format == "plain":
         _note(f"{name}: its tokenizer has no chat template, so prompts are plain text")
-    settings: tuple[Any, ...] = {}, source.deterministic, applied or ()
-    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, *settings)
+    return LoadedPair(name, model, tokenizer, method, chat_format, stop_ids, {}, source.deterministic, applied or ())
 
 
 def _note(line: str) -> None:

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
+LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical")
+"""DeepSpeed's launcher. At other levels it repeats the whole command after the error that ended the run."""
 HOSTFILE = Path("/job/hostfile")
 """The hosts of a launch, which DeepSpeed's launcher reads if the file exists."""
 COUNTED_BYTES = 2**30
@@ -52,16 +54,17 @@ def train(
     """Train a draft: check a configuration, print DeepSpeed's launch line for it and run it."""
     if options.include is not None and options.num_gpus is not None:
         raise UserError("--include, --num_gpus: give one of them")
-    parts = [] if options.num_gpus is None else gpu_options(options.num_gpus)
+    line = [*LAUNCHER, *([] if options.num_gpus is None else gpu_options(options.num_gpus))]
     for name in ("include", "master_port"):
         if (value := getattr(options, name)) is not None:
-            parts += [f"--{name}", str(value)]
-    line = launch_line(config, overrides or [], parts, options.config_dir)
+            line += [f"--{name}", str(value)]
+    trainer = trainer_line(config, overrides or [], options.config_dir)
+    line += trainer
     with extra("train"):
         from longspec.train.config import load_config
     ranks = known_ranks(options)
     # Checked here, so that an error is not followed by the launcher's messages.
-    settings = load_config(line[line.index("-cp") :], ranks)
+    settings = load_config(trainer[1:], ranks)
     if options.dry_run and settings is not None:
         from longspec.train.run import check_start
 
@@ -134,8 +137,8 @@ def gpu_options(count: int) -> list[str]:
     return ["--include", f"localhost:{','.join(visible[:count])}"]
 
 
-def launch_line(config: str, overrides: list[str], options: list[str], config_dir: Path | None = None) -> list[str]:
-    """The command line of a training run. options: those of DeepSpeed's launcher. Raises UserError."""
+def trainer_line(config: str, overrides: list[str], config_dir: Path | None = None) -> list[str]:
+    """The trainer and its arguments. Raises UserError."""
     trainer = ROOT / TRAINER
     folder = (config_dir or ROOT / CONFIGS).absolute()
     if not trainer.is_file():
@@ -143,6 +146,4 @@ def launch_line(config: str, overrides: list[str], options: list[str], config_di
     for override in overrides:
         if "=" not in override:
             raise UserError(f"{override}: not an override; write key=value")
-    # The launcher would repeat the whole command after the error that ended the run.
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", *options]
-    return [*launcher, str(trainer), "-cp", str(folder), "-cn", config, *overrides]
+    return [str(trainer), "-cp", str(folder), "-cn", config, *overrides]

@@ -94,7 +94,6 @@ def _common_form(record: Record) -> Record:
     check_record(record, kind)
     prompt: str | list[Turn] | None = None
     cut = is_cut(record)
-    # Only the last answer of a conversation is an answer; earlier ones are part of the prompt.
     if kind.name in TURN_KINDS:
         prompt, answer, cut_turn = _last_answer(record[kind.answer_field], kind.name)
         cut |= cut_turn
@@ -142,7 +141,7 @@ def _turn(turn: object, field: str) -> Turn:
     """One turn, from {role, content} or ShareGPT's {from, value}. Raises RecordError if it has no text."""
     if not isinstance(turn, dict):
         raise RecordError(field, f"must be an object with role and content, not {type(turn).__name__}")
-    # OpenAI writes role and content, ShareGPT from and value. Merged data sets have null for the other pair.
+    # Merged data sets have null for the other pair.
     is_sharegpt = turn.get("from") is not None and turn.get("role") is None
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     if (role := text_of(turn.get(role_key), f"{field}.{role_key}")) not in ROLES:

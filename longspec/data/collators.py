@@ -37,9 +37,8 @@ class Collator:
     """Length of padded rows in tokens; None for the longest row of the batch."""
 
     def __call__(self, rows: Sequence[Sequence[Segment]]) -> dict[str, torch.Tensor]:
-        longest = max(sum(len(segment["input_ids"]) for segment in row) for row in rows)
         # A fixed length gives every micro-batch the same shape, which CUDA graphs need.
-        length = self.pad_to or longest
+        length = self.pad_to or max(sum(len(segment["input_ids"]) for segment in row) for row in rows)
         input_ids = torch.full((len(rows), length), self.pad_token_id, dtype=torch.long)
         labels = torch.full_like(input_ids, IGNORED)
 
@@ -56,7 +55,6 @@ class Collator:
                 labels[row_number, start + first_label : end] = ids[first_label:]
                 borders.append(row_number * length + end)
                 start = end
-            # Padding is a segment of its own, which keeps attention inside the samples.
             if start < length:
                 borders.append((row_number + 1) * length)
 

@@ -88,7 +88,6 @@ class PromptFiles:
             with open(path, "rb") as handle:
                 handle.seek(offset)
                 record = parse_record(path, number, handle.readline())
-            # One record can hold several articles, and so several prompts.
             for prompt in _prompts(_with_answer(record)):
                 try:
                     if prompt.turns:

@@ -139,7 +139,7 @@ def unread_fields(record: Record) -> set[str]:
 
 def check_record(record: Record, kind: Kind) -> None:
     """Raise RecordError for a field that changes the meaning of a record of this kind and is not used."""
-    refused = {*REFUSED_WEIGHTS}
+    refused = {HISTORY, *REFUSED_WEIGHTS}
     has_prompt = kind.prompt_field is not None or kind.name in TURN_KINDS
     if has_prompt:
         refused.update(REFUSED_IN_CONVERSATIONS)
@@ -147,7 +147,6 @@ def check_record(record: Record, kind: Kind) -> None:
         refused.update(REFUSED_NEXT_TO_PROMPTS)
     if kind.name not in SYSTEM_KINDS:
         refused.update(SYSTEM_FIELDS)
-    refused.add(HISTORY)
     refused.difference_update({"instruction": ("input", HISTORY), "prefix": ("suffix",)}.get(kind.name, ()))
     parts = [record.get(name) for name in (kind.prompt_field, kind.answer_field) if name is not None]
     check_fields(record, refused, text="\n".join(part for part in parts if isinstance(part, str)))

@@ -10,8 +10,6 @@ from longspec.errors import UserError
 
 AUTO = "auto"
 CHAT_FORMAT_CHOICES = (AUTO, *CHAT_FORMATS)
-
-
 OWN_IDS = (None, None)
 PUBLISHED_TARGETS: dict[str, tuple[int | None, int | None]] = {
     "lmsys/vicuna-7b-v1.5-16k": OWN_IDS,

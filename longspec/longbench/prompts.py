@@ -58,12 +58,7 @@ def read_prompt(file: str | Path, task: str) -> str:
 
 
 def read_questions(
-    name: str,
-    folder: str | Path,
-    family: str = "",
-    tokenizer: Any = None,
-    chat_format: str = "plain",
-    prompt: str | None = None,
+    name: str, folder: str | Path, family: str, tokenizer: Any, chat_format: str, prompt: str | None
 ) -> list[tuple[str, str]]:
     """Id and prompt of each record of FOLDER/NAME.jsonl. prompt: replaces the task's. Raises UserError."""
     task = TASKS[name]
@@ -89,12 +84,7 @@ def read_questions(
 
 
 def select_prompts(
-    name: str,
-    questions: Sequence[tuple[str, str]],
-    tokenizer: Any,
-    test_length: int = 0,
-    shortest: int = 0,
-    longest: int = 0,
+    name: str, questions: Sequence[tuple[str, str]], tokenizer: Any, test_length: int, shortest: int, longest: int
 ) -> Selection:
     """The first `test_length` prompts (0: all) that have n tokens with shortest < n <= longest.
 

@@ -62,7 +62,6 @@ def read_line(raw: bytes) -> Line:
 
 
 def _stats(line: Line) -> GenerationStats:
-    """The figures of a line."""
     return GenerationStats(**line["batch"], ttft_s=line["ttft_s"], decode_s=line["decode_s"])
 
 

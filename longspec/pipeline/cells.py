@@ -132,8 +132,7 @@ class SampleFile:
                 f"evaluation.methods, {cell.method.name}: method forced needs the greedy answers of a method vanilla "
                 "before it in the list"
             )
-        answer: list[int] = sample["token_ids"]
-        return answer
+        return sample["token_ids"]
 
     def append(self, sample: dict[str, Any]) -> None:
         with self.path.open("a") as handle:

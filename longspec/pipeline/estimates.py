@@ -3,14 +3,12 @@
 Speeds are those of Qwen2.5-Coder-1.5B on one H100, scaled by parameters and multiprocessors. They are estimates.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -63,7 +61,7 @@ class Target:
     config: Any
 
     @classmethod
-    def read(cls, name: str, path: str) -> Target:
+    def read(cls, name: str, path: str) -> Self:
         """The target at a path or hub id. Raises UserError if no pair class supports it, or if it is quantized."""
         config = read_config(path)
         family_class(config, path)
@@ -102,7 +100,7 @@ class Machine:
     name: str
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls) -> Self:
         """This machine; its GPUs are assumed to be alike."""
         if not torch.cuda.is_available():
             cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else 1

@@ -16,7 +16,7 @@ from longspec.inference.arguments import checked_drafting, end_tokens
 from longspec.inference.device import choose_device, device_name, versions
 from longspec.inference.generate import make_requests
 from longspec.inference.options import WITHOUT_FILE
-from longspec.inference.sampling import row_seed
+from longspec.inference.request import row_seed
 from longspec.jobs.job import Count, ResumableJob
 from longspec.models.content import state_digest
 from longspec.models.draft_files import load_draft

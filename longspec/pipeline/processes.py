@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from longspec.cli.train import ROOT, TRAINER, gpu_options
-from longspec.cli.train import launch_line as trainer_line
+from longspec.cli.train import LAUNCHER, ROOT, gpu_options, trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
 from longspec.ranks.agreement import ALONE
 from longspec.ranks.replicas import Replicas
 from longspec.signals import deferred_signals, end_with_parent
 from longspec.train.config import quoted
+from longspec.train.generations import METRICS_NAME
 
+LAST_LINES = 15
 TIME_TO_SAVE_S = 60
 """Seconds that a stopped training launch has to save its last step."""
 
@@ -65,16 +66,11 @@ def share_work(work: Callable[..., None], settings: Settings, root: Path, ranks:
             )
 
 
-METRICS = "metrics.jsonl"
-LAST_LINES = 15
-
-
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
     """The command that trains `config` with these overrides on `ranks` ranks: DeepSpeed's, on a free port. One rank
     needs no launcher, whose two processes import torch first."""
-    launcher = [*gpu_options(ranks), "--master_port", str(free_port())] if ranks > 1 else []
-    line = trainer_line(config, hydra_overrides(overrides), launcher)
-    return line if ranks > 1 else [sys.executable, "-u", *line[line.index(str(ROOT / TRAINER)) :]]
+    start = [*LAUNCHER, *gpu_options(ranks), "--master_port", str(free_port())] if ranks > 1 else [sys.executable, "-u"]
+    return [*start, *trainer_line(config, hydra_overrides(overrides))]
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
@@ -102,7 +98,7 @@ def launch(command: list[str], folder: Path, steps: int) -> float:
     environment = {"OMP_NUM_THREADS": "4"} | os.environ | ALONE  # a launcher sets other values for its ranks
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    log, metrics = folder / "log.txt", folder / METRICS
+    log, metrics = folder / "log.txt", folder / METRICS_NAME
     began = time.perf_counter()
     options = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT}
     bar = tqdm(total=steps, desc=str(folder.relative_to(folder.parents[1])), unit="step")

@@ -109,7 +109,6 @@ def write_source(files: Sequence[SourceFile], count: int, seed: int, file: Path)
 
 
 def write_group(makers: "Makers", group: str, lengths: list[int], seed: int, file: Path) -> None:
-    """Write the prompts of one group."""
     records = list(makers.records(group, lengths, random.Random(f"{seed}/{makers.split}/{group}")))
     write_atomically(file, "".join(json.dumps(record) + "\n" for record in records), make_folder=True)
     line = f"prompts, {makers.split}, {group}: {len(records)}"

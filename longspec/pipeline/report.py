@@ -41,7 +41,6 @@ def measured(root: Path) -> list[dict[str, Any]]:
 
 
 def tables_of(settings: Settings, root: Path, samples: Samples) -> Tables:
-    """The tables of a report."""
     tables: Tables = {
         "Summary": (
             "T = 0, batch 1, outputs without repetition loops. Ratios compare tokens/s on prompts that both methods "

@@ -137,7 +137,6 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
 
 
 def steps_of(settings: Settings, root: Path) -> Steps:
-    """The steps of the settings."""
     steps: Steps = {
         CHAT: partial(write_text, [CHAT], settings, root),
         "prompts": partial(write_prompts, settings, root),

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from longspec.errors import UserError, first_line
-from longspec.inference.methods import AUTO, METHODS
+from longspec.inference.methods import AUTO, DEFAULT_GAMMA, DEFAULT_SHAPE, METHODS
 from longspec.models.architectures import architectures
 from longspec.models.draft_layer import GLIDE
 
@@ -152,13 +152,13 @@ class MethodSettings:
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     prompts: int = MISSING
     """Number of prompts per task and context; the first ones are used."""
-    tree_shape: list[int] = field(default_factory=lambda: [4, 16, 16, 16, 16])
+    tree_shape: list[int] = field(default_factory=lambda: list(DEFAULT_SHAPE))
     """Nodes per level of the tree."""
     tree_nodes: int | None = None
     """Nodes of a tree that are verified, the root included; None for all."""
     lookup_branches: bool = False
     """Whether continuations found in the context join a tree."""
-    gamma: int = 4
+    gamma: int = DEFAULT_GAMMA
     drafter: str = "tree"
     """What proposes tokens with method FORCED: tree, or lookup with a chain as tree_shape."""
     tasks: list[str] = field(default_factory=list)

@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-from packaging.version import Version
-
 from longspec.errors import UserError
 from longspec.pipeline.estimates import TIGHT, Machine, Target, estimate
 from longspec.pipeline.settings import (
@@ -23,7 +20,7 @@ from longspec.pipeline.settings import (
     TrainingSettings,
     load_settings,
 )
-from longspec.train.recipe import MUON_FROM, RATES
+from longspec.train.recipe import RATES, has_muon
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
 MOST_STEPS = 16_000
@@ -157,8 +154,7 @@ def _fit_stage(stage: StageSettings, number: int, target: Target, machine: Machi
     stage.max_length, stage.tokens_per_step = length, rows * length
     stage.micro_batch = max(1, int(UNITS * machine.memory / hidden / length)) if machine.gpus else 4
     is_split = machine.tp_size(target) > 1
-    has_muon = machine.gpus and not is_split and Version(deepspeed.__version__) >= Version(MUON_FROM)
-    optimizer = "muon" if has_muon else "adamw"
+    optimizer = "muon" if machine.gpus and not is_split and has_muon() else "adamw"
     # Muon's 4e-3 is that of 576 hidden units. With 1,536, 6e-3 was better than 3e-3 in few steps (docs/reproduce.md).
     rate = RATES[optimizer] * min(1, 1536 / hidden) ** 0.25 * LATER_RATES[number]
     values: dict[str, Any] = {"optimizer": optimizer, "learning_rate": float(f"{rate:.2g}")}

@@ -19,15 +19,15 @@ from longspec.pipeline.cells import check_methods
 from longspec.pipeline.files import answer_files, claim, read_jsonl, training_files
 from longspec.pipeline.induction import chosen_layer
 from longspec.pipeline.probes import adopted
-from longspec.pipeline.processes import METRICS, hydra_overrides, launch, launch_line
+from longspec.pipeline.processes import hydra_overrides, launch, launch_line
 from longspec.pipeline.settings import Settings, StageSettings, TrainingSettings
 from longspec.train.config import compose_config, typed_with_auto
 from longspec.train.config_checks import check
 from longspec.train.config_schema import MODEL_DEFAULTS
-from longspec.train.generations import marker_of
+from longspec.train.generations import DRAFTS, METRICS_NAME, marker_of
 from longspec.train.inputs import check_fit
 
-CHECKPOINT, FACTS = "checkpoint-last", "settings.json"
+CHECKPOINT, FACTS = DRAFTS[1], "settings.json"
 SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
 
 
@@ -120,7 +120,6 @@ def _architecture(training: TrainingSettings) -> dict[str, Any]:
 
 
 def run_folder(root: Path, seed: int) -> Path:
-    """The folder of a run's stages."""
     return root / "training" / f"recipe-{seed}"
 
 
@@ -158,14 +157,14 @@ def _divisor(number: int, limit: int) -> int:
 
 def is_finished(folder: Path, stage: StageSettings) -> bool:
     """Whether the checkpoint of the last step is saved. Its metrics are written before."""
-    return (folder / METRICS).exists() and marker_of(folder / CHECKPOINT).step >= stage.last_step
+    return (folder / METRICS_NAME).exists() and marker_of(folder / CHECKPOINT).step >= stage.last_step
 
 
 def stage_row(folder: Path, stage: StageSettings) -> dict[str, Any] | None:
     """Steps, seconds and the trainer's evaluation after the last step; None for a stage that is not finished."""
     if not is_finished(folder, stage):
         return None
-    metrics = read_jsonl(folder / METRICS)
+    metrics = read_jsonl(folder / METRICS_NAME)
     times = folder / "seconds.jsonl"
     row: dict[str, Any] = {"stage": folder.name, "steps": stage.last_step, "tokens per step": stage.tokens_per_step}
     row["seconds"] = sum(map(float, times.read_text().split())) if times.exists() else None

@@ -16,17 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from longspec.ranks.agreement import (
-    agreed_outcome,
-    attempt,
-    check_shared,
-    connecting,
-    fail_together,
-    from_every_rank,
-    launched_ranks,
-    outcome_of,
-    waiting_group,
-)
+from longspec.ranks import agreement
 from longspec.signals import StopSignals
 
 T = TypeVar("T")
@@ -60,20 +50,20 @@ class Replicas:
         """The result of `compute()`, which runs on rank 0 only, on every rank; see `agreement.from_rank_zero`."""
         if self.size == 1:
             return compute()
-        outcome = outcome_of(compute) if self.rank == 0 else None
+        outcome = agreement.outcome_of(compute) if self.rank == 0 else None
         with self._connected():
-            return agreed_outcome(outcome)
+            return agreement.agreed_outcome(outcome)
 
     def together(self, build: Callable[[], T]) -> T:
         """The result of this rank's own `build()`. A UserError on any rank ends all, and the first one is printed."""
         if self.size == 1:
             return build()
-        built, problem = attempt(build)
+        built, problem = agreement.attempt(build)
         problems = [(rank, text) for rank, text in enumerate(self.gather(problem)) if text is not None]
         if problems:
             rank, text = problems[0]
             with self._connected():
-                fail_together(f"rank {rank}: {text}" if rank else text)
+                agreement.fail_together(f"rank {rank}: {text}" if rank else text)
         return built[0]
 
     def rank_zero_first(self, build: Callable[[], T]) -> T:
@@ -87,13 +77,13 @@ class Replicas:
         if self.size == 1:
             return [value]
         with self._connected():
-            return from_every_rank(value)
+            return agreement.from_every_rank(value)
 
     def check_shared(self, folder: Path) -> None:
         """End all ranks with an error unless all of them see the files that rank 0 writes to a folder."""
         if self.size > 1:
             with self._connected():
-                check_shared(folder)
+                agreement.check_shared(folder)
 
     def share(self, loads: Sequence[int]) -> list[int]:
         """The indices of this rank's items. They are dealt to the ranks in turn, the largest load first."""
@@ -128,7 +118,7 @@ class Replicas:
             return
         with self._connected():
             self.stopped(stop)
-            arrival = dist.barrier(group=waiting_group(), async_op=True)
+            arrival = dist.barrier(group=agreement.waiting_group(), async_op=True)
             while not arrival.is_completed():
                 self.stopped(stop)
                 watch()
@@ -138,7 +128,7 @@ class Replicas:
             self.stopped(stop)
             watch()
             # Rank 0 may host the store, so it leaves after the last use of it.
-            from_every_rank(None)
+            agreement.from_every_rank(None)
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -158,11 +148,11 @@ def joined_replicas(tp_size: int) -> Iterator[Replicas]:
     tp_size: number of ranks that share a target (see `inference.process_group`); several are a single replica. Raises
     UserError for an environment that no launcher sets, and if the ranks do not connect.
     """
-    rank, size = launched_ranks()
+    rank, size = agreement.launched_ranks()
     if size == 1 or tp_size > 1:
         yield Replicas()
         return
-    with connecting():
+    with agreement.connecting():
         store, _, _ = next(dist.rendezvous("env://", timeout=CONNECT))
         group_store = dist.PrefixStore("group", store)
         dist.init_process_group("gloo", store=group_store, rank=rank, world_size=size, timeout=CONNECT)

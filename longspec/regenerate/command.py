@@ -1,7 +1,7 @@
 """The command `python -m longspec.regenerate`. Under torchrun each rank writes its share of the shards."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,13 @@ EXAMPLES = (
     "longspec regenerate --target TARGET --files questions.jsonl --output_dir data --temperatures 0 0.7 1",
     "torchrun --nproc_per_node 8 -m longspec.regenerate --target TARGET --output_dir data --count 20000",
 )
-DEFAULTS = {field.name: field.default for field in fields(Settings)}
 
 
 @reports_user_errors
 def main(argv: Sequence[str] | None = None, prog: str = "python -m longspec.regenerate") -> Path | None:
     """Write a split, and return its path on rank 0. A stop signal ends it at once; complete shards are kept."""
     options = vars(_parser(prog).parse_args(argv))
-    dtype = options.pop("dtype")
-    device = options.pop("device")
-    tp_size = options.pop("tp_size")
+    dtype, device, tp_size = (options.pop(name) for name in ("dtype", "device", "tp_size"))
     options["token_options"] = given_options(options) or None
 
     transformers.utils.logging.disable_progress_bar()
@@ -90,5 +87,6 @@ def _parser(prog: str) -> Parser:
     add("--split", choices=SPLITS, default="train", help="name of the file")
     add("--batch_size", type=int, help="largest number of rows in a batch")
     add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming (0: a 128th of all)")
-    parser.set_defaults(**{name: value for name, value in DEFAULTS.items() if name not in ("target", "output_dir")})
+    defaults = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
+    parser.set_defaults(**defaults)
     return parser

@@ -9,7 +9,7 @@ from longspec.command_line import drafting_of
 from longspec.data.target_format import AUTO
 from longspec.errors import UserError
 from longspec.inference.arguments import check_drafting, check_sampling
-from longspec.inference.methods import DEFAULT_SHAPE, TREE_RULES
+from longspec.inference.methods import DEFAULT_GAMMA, DEFAULT_SHAPE, TREE_RULES
 from longspec.inference.request import FILTERS
 from longspec.inference.token_options import check_integer, token_settings, with_word_ids
 
@@ -59,7 +59,7 @@ class Settings:
     method: str = "vanilla"
     """How tokens are proposed; the next options are those of `longspec.generate`."""
     tree_shape: tuple[int, ...] = DEFAULT_SHAPE
-    gamma: int = 4
+    gamma: int = DEFAULT_GAMMA
     tree_rule: str = TREE_RULES[0]
     tree_nodes: int | None = None
     lookup_branches: bool = False

@@ -153,9 +153,8 @@ def gather_draft(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def read_draft(folder: str | Path) -> dict[str, Tensor]:
+def read_draft(folder: Path) -> dict[str, Tensor]:
     """The draft's weights in a saved DeepSpeed state, without the target. Raises UserError unless it is complete."""
-    folder = Path(folder)
     if not (folder / "latest").is_file():
         raise UserError(f"{folder}: not a DeepSpeed checkpoint of a training run; give its {STATES[1]} folder")
     if problem := damage(folder):

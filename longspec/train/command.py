@@ -1,7 +1,5 @@
 """The trainer's command-line interface. It prints its help without importing torch and DeepSpeed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

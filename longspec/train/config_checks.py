@@ -4,9 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import deepspeed
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from packaging.version import Version
 from pydantic import ValidationError
 
 from longspec.data.lines import data_files
@@ -17,7 +15,7 @@ from longspec.kernels.training.varlen_flash import resolve_attention
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
 from longspec.train.losses import LOSSES
-from longspec.train.recipe import MUON_FROM, muon_fits
+from longspec.train.recipe import MUON_FROM, has_muon, muon_fits
 
 
 def check(config: TrainConfig) -> None:
@@ -40,8 +38,7 @@ def check(config: TrainConfig) -> None:
     if config.optimizer == "muon":
         fits = muon_fits(config.deepspeed.zero_optimization, config.model.torch_dtype, config.tp_size)
         _require(fits, "optimizer: muon needs ZeRO-1 without offload, bfloat16 and tp_size=1")
-        new_enough = Version(deepspeed.__version__) >= Version(MUON_FROM)
-        _require(new_enough, f"optimizer: must be adamw with deepspeed < {MUON_FROM}")
+        _require(has_muon(), f"optimizer: must be adamw with deepspeed < {MUON_FROM}")
 
     has_held_out = config.evaluation.files is not None
     _require(has_held_out or not config.evaluation.keep_best, "evaluation.keep_best: needs evaluation.files")

@@ -100,7 +100,6 @@ class Evaluation:
         sums = summed_by_name(row_sums)
         tokens, chains, correct = (sums.pop(name) for name in ("tokens", "chains", "correct"))
         means = {f"eval_{name}": value / tokens for name, value in sums.items()}
-        # The bonus token adds one to the correct tokens of each chain.
         means["eval_acceptance_length"] = 1 + correct / chains
         means["eval_seconds"] = time.perf_counter() - start
         return means
@@ -115,11 +114,9 @@ class Evaluation:
         if not exists:
             batch["labels"].fill_(IGNORED)
 
-        # Seeded by the row, not by the step or the rank: every evaluation draws the same offsets.
         generator = micro_step_generator(self.config.seed, row, 0)
         positions = batch_positions(batch, self.config.variant, self.inputs.max_positions, generator)
         segments = len(batch["cu_seqlens"]) - 1
-        # One pass of the target serves all lags.
         lags = torch.arange(1, self.config.variant.largest_lag + 1)[:, None].expand(-1, segments)
         results = self.engine(**engine_inputs(batch, positions, lags, self.loss.scores, self.engine.device))
         terms_by_lag, hits = zip(*results, strict=True)

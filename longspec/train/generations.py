@@ -37,6 +37,8 @@ EARLIER = "checkpoint-earlier"
 """Prefix of the folders with drafts of earlier runs."""
 REMOVED = ".removed"
 """Name of a folder while it is removed."""
+METRICS_NAME = "metrics.jsonl"
+"""File of an output folder with one JSON line per step."""
 
 
 def complete_saves(output: Path, overwrite: bool = False) -> None:
@@ -115,14 +117,14 @@ def drafts(output: Path) -> list[Path]:
     return [folder for folder in folders if is_whole(folder)]
 
 
-def find_latest(output_dir: str | Path) -> tuple[Path, Marker] | None:
+def find_latest(output: Path) -> tuple[Path, Marker] | None:
     """The newest undamaged DeepSpeed state, with a warning if newer ones are damaged. Raises UserError if all are."""
-    return _first_undamaged(states(Path(output_dir)), "checkpoint")
+    return _first_undamaged(states(output), "checkpoint")
 
 
-def find_draft(output_dir: str | Path) -> tuple[Path, Marker] | None:
+def find_draft(output: Path) -> tuple[Path, Marker] | None:
     """The newest undamaged draft in an output folder, as `find_latest`."""
-    return _first_undamaged(drafts(Path(output_dir)), "draft")
+    return _first_undamaged(drafts(output), "draft")
 
 
 def _first_undamaged(folders: list[Path], kind: str) -> tuple[Path, Marker] | None:

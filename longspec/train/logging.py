@@ -22,10 +22,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from longspec.errors import first_line, os_errors
 from longspec.replacing import replacing
 from longspec.train.config_schema import TrainConfig
+from longspec.train.generations import METRICS_NAME
 
 logger = logging.getLogger(__name__)
-METRICS_NAME = "metrics.jsonl"
-"""File with one JSON line per step."""
 WANDB_START_S = 30
 """Seconds that W&B may take to start."""
 WANDB_S = 60

@@ -1,7 +1,5 @@
 """The training losses by name, and the registration of further ones. This module loads no other library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

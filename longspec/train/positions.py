@@ -61,7 +61,6 @@ def anchor_offset_positions(
     offsets = (uniform * (largest + 1)).long()
     token_offsets = offsets.repeat_interleave(lengths).view(shape)
 
-    # The first tokens keep their positions, because targets attend strongly to them (attention sinks).
     positions = contiguous_positions(cu_seqlens, shape)
     return positions + torch.where(positions < SINKS, 0, token_offsets)
 

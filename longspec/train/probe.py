@@ -16,7 +16,7 @@ from tqdm import tqdm
 from longspec.data.collators import IGNORED
 from longspec.errors import UserError
 from longspec.kernels.training.segments import Segments
-from longspec.models.draft import KeysValues, Reads, TargetStates
+from longspec.models.draft import Reads, TargetStates
 from longspec.models.draft_layer import GLIDE
 from longspec.train.config_schema import TrainConfig
 from longspec.train.engine import MUON_MOMENTUM, build_pair, cosine_with_warmup, muon_scale
@@ -35,19 +35,16 @@ class SharedPass:
 
     def __init__(self, pair: Any, layers: set[int]) -> None:
         """layers: the target layers that any of the drafts reads besides the last one."""
-        self.pair, self.layers = pair, sorted(layers)
+        self.pair, self.layers = pair, (pair.config.num_hidden_layers - 1, *sorted(layers))
         self.key: tuple[Tensor, Tensor] | None = None
-        self.hidden: Tensor | None = None
-        self.by_layer: dict[int, KeysValues] = {}
+        self.states: TargetStates
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> TargetStates:
-        layers = (self.pair.config.num_hidden_layers - 1, *self.layers)
         if self.key is None or not all(map(torch.equal, self.key, (input_ids, position_ids))):
-            kept = self.pair.run_target(input_ids, position_ids, segments, reads=Reads(layers))
-            self.hidden, self.by_layer = kept.hidden, dict(zip(layers, kept.keys_values, strict=True))
+            self.states = self.pair.run_target(input_ids, position_ids, segments, reads=Reads(self.layers))
             self.key = input_ids, position_ids
-        assert self.hidden is not None
-        return TargetStates(self.hidden, [self.by_layer[layer] for layer in self.pair.draft_model.reads.kv_layers])
+        by_layer = dict(zip(self.layers, self.states.keys_values, strict=True))
+        return TargetStates(self.states.hidden, [by_layer[layer] for layer in self.pair.draft_model.reads.kv_layers])
 
 
 class Candidate:
@@ -124,7 +121,7 @@ def probe(
 def _train(config: TrainConfig, inputs: Inputs, pair: Any, candidates: Sequence[Candidate]) -> None:
     steps = config.max_steps or 1
     sampler = ResumableSampler(len(inputs.rows), config.per_device_train_batch_size, 0, 1, config.seed, 0, steps)
-    batches = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation=1)
+    batches = loader(inputs, sampler, config.data.num_workers, accumulation=1)
     for number, arrays in enumerate(tqdm(batches, desc=f"probe of {len(candidates)} drafts", unit="step")):
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         tokens = max(1, int((batch["labels"] != IGNORED).sum()))

@@ -4,8 +4,6 @@ They are the embedded draft's (docs/reproduce.md), scaled to the target: with 30
 vocabulary of 49,152 tokens they are its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -60,6 +58,11 @@ def recipe_steps(rows: int, rows_per_step: int) -> int:
     return min(MOST_STEPS, math.ceil(max(EPOCHS * epoch, min(ENOUGH_STEPS, MOST_EPOCHS * epoch))))
 
 
+def has_muon() -> bool:
+    """Whether the installed DeepSpeed has a Muon that trains bf16."""
+    return Version(deepspeed.__version__) >= Version(MUON_FROM)
+
+
 def muon_fits(zero: Mapping[str, Any], torch_dtype: str, tp_size: int) -> bool:
     """Whether DeepSpeed clips the gradient with Muon. With other settings, it clips the update, of constant norm."""
     plain = zero.get("stage") == 1 and not zero.get("offload_optimizer") and tp_size == 1
@@ -101,7 +104,7 @@ def auto_value(key: str, run: TrainConfig, target: PreTrainedConfig, fresh: bool
             return min(LONGEST_LIST, _power_of_two(target.vocab_size // 3))
         case "optimizer":
             fits = muon_fits(run.deepspeed.zero_optimization, run.model.torch_dtype, run.tp_size)
-            return "muon" if fits and Version(deepspeed.__version__) >= Version(MUON_FROM) else "adamw"
+            return "muon" if fits and has_muon() else "adamw"
         case "learning_rate":
             return float(f"{RATES.get(run.optimizer, RATES['adamw']) * math.sqrt(576 / width):.2g}")
         case "per_device_train_batch_size":

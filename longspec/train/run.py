@@ -24,9 +24,9 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import evaluates_after, held_out_row_count
-from longspec.train.generations import DRAFTS, drafts, states
+from longspec.train.generations import DRAFTS, METRICS_NAME, drafts, states
 from longspec.train.inputs import fresh_vocabulary, read_inputs, read_pair
-from longspec.train.logging import METRICS_NAME, logged_metrics, setup_logging
+from longspec.train.logging import logged_metrics, setup_logging
 from longspec.train.recipe import FEW_STEPS
 from longspec.train.resume import last_step, rows_per_step, where_to_start, with_draft_options
 from longspec.train.shards import Shards, adopt

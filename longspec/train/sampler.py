@@ -1,15 +1,16 @@
 """The order in which ranks read the rows of the data set."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from longspec.data.collators import Collator
 from longspec.train.distributed import ignore_stop_signals
+from longspec.train.inputs import Inputs
 
 
 @dataclass(eq=False)
@@ -39,7 +40,6 @@ class ResumableSampler(Sampler[list[int]]):
 
     def batch(self, micro_step: int) -> list[int]:
         """This rank's row numbers in `micro_step`."""
-        # The rows of one micro-step over all ranks are consecutive in the endless sequence.
         first = (micro_step * self.world_size + self.rank) * self.batch_size
         return [self._row(index) for index in range(first, first + self.batch_size)]
 
@@ -55,26 +55,20 @@ def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
-def loader(
-    rows: Any,
-    collate: Callable[[Any], dict[str, Tensor]],
-    sampler: ResumableSampler,
-    num_workers: int,
-    accumulation: int,
-) -> DataLoader:
+def loader(inputs: Inputs, sampler: ResumableSampler, num_workers: int, accumulation: int) -> DataLoader:
     """Micro-batches as NumPy arrays by name. `accumulation` of them are one optimizer step."""
     # A step takes all of its micro-batches at once, so the next step is loaded while this one trains.
     prefetch_factor = -(-accumulation // num_workers) + 1 if num_workers else None
     return DataLoader(
-        rows,
+        inputs.rows,
         batch_sampler=sampler,
-        collate_fn=partial(_as_arrays, collate),
+        collate_fn=partial(_as_arrays, inputs.collate),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         worker_init_fn=ignore_stop_signals,
     )
 
 
-def _as_arrays(collate: Callable[[Any], dict[str, Tensor]], rows: Any) -> dict[str, np.ndarray]:
+def _as_arrays(collate: Collator, rows: Any) -> dict[str, np.ndarray]:
     """Collate `rows` to arrays, which pickle by value. A tensor would hold a shared-memory file open."""
     return {name: tensor.numpy() for name, tensor in collate(rows).items()}

@@ -89,7 +89,6 @@ class Shards:
         pieces = self._zero3_pieces(kind) if self.is_zero3 else self._concatenated_pieces(kind)
         for name, shape in self.shapes.items():
             if name in pieces:
-                # ZeRO-3 pads the last piece.
                 yield name, torch.cat(pieces[name])[: shape.numel()].view(shape)
 
     def _concatenated_pieces(self, kind: str) -> dict[str, list[Tensor]]:
@@ -106,7 +105,6 @@ class Shards:
 
     def _zero3_pieces(self, kind: str) -> dict[str, list[Tensor]]:
         """The pieces of each parameter in order of rank, under ZeRO-3; {} if there is no state of `kind`."""
-        # Equal pieces per rank; the last one is padded to the same length.
         lengths = [math.ceil(shape.numel() / len(self.ranks)) for shape in self.shapes.values()]
         pieces: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
         for rank in self.ranks:

@@ -62,7 +62,6 @@ class OptimizerSteps:
     def load(self, step: int) -> None:
         """Load the micro-batches of `step`, if there are more, and prepare the inputs of the first one."""
         start = time.perf_counter()
-        # Waits if the loader's workers are slower than training.
         arrays = list(islice(self.arrays, self.accumulation))
         self.wait_s = time.perf_counter() - start
         # Shares memory with the arrays; nothing is copied.

@@ -51,7 +51,7 @@ class Trainer:
             start=self.start.step * accumulation,
             stop=self.total_steps * accumulation,
         )
-        self.loader = loader(inputs.rows, inputs.collate, sampler, config.data.num_workers, accumulation)
+        self.loader = loader(inputs, sampler, config.data.num_workers, accumulation)
         vocabulary = engine.module.draft_model.vocabulary
         objective = DraftLoss(config.loss, config.log_target_loss, vocabulary=vocabulary)
         self.steps = OptimizerSteps(config, engine, inputs, objective, sampler)

@@ -27,6 +27,8 @@ from longspec.inference.methods import Drafting
 from longspec.inference.request import Sampling
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY
+from longspec.kernels.triton.attention import TritonAttention
+from longspec.kernels.triton.backend import TritonBackend
 from longspec.models.draft_files import draft_settings
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.eagle3 import Eagle3Draft
@@ -54,13 +56,18 @@ def test_the_layer_computes_what_vllm_computes(tmp_path: Path, switches: dict[st
             torch.testing.assert_close(actual[step][row], expected, **TOLERANCE)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("window", [None, 8])
 @torch.no_grad()
-def test_tree_logits_equal_those_of_training(tmp_path: Path, window: int | None) -> None:
+def test_tree_logits_equal_those_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, window: int | None
+) -> None:
     """Every node, whatever its siblings: step s of training is level s of trees. They end around the window's edge."""
     model = published_pair(tmp_path, "qwen2", window)
     prompts = [row[:n] for row, n in zip(random_tokens(4, 40), (1, 5, 9, 33), strict=True)]
     compare_trees(model, prompts, TOLERANCE)
+    monkeypatch.setattr("longspec.inference.runner.choose_backend", lambda *_: TritonBackend(TritonAttention()))
+    compare_trees(model.to(device), [prompt.to(device) for prompt in prompts[:3]], {"rtol": 1e-4, "atol": 1e-4})
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from longspec.longbench.prompts import Selection, read_prompt, read_questions, s
 from longspec.longbench.tasks import TASKS
 
 LONGBENCH = ("gov_report", "qmsum", "multi_news", "lcc", "repobench-p")
+PLAIN = ("", None, "plain", None)
+"""Arguments of `read_questions` for plain text."""
 
 
 def write_task(folder: Path, name: str, *lines: object) -> Path:
@@ -35,7 +37,7 @@ def selected(name: str, lengths: list[int], *limits: int) -> Selection:
 def test_answer_lengths_are_longbenchs_and_a_problem_of_aime24_is_its_own_prompt(tmp_path: Path) -> None:
     assert [TASKS[name].max_new_tokens for name in (*LONGBENCH, "aime24")] == [512, 512, 512, 64, 64, 20000]
     write_task(tmp_path, "aime24", {"id": 60, "problem": "Find $\\frac{1}{2}$.", "answer": "204"})
-    assert read_questions("aime24", tmp_path) == [("60", "Find $\\frac{1}{2}$.")]
+    assert read_questions("aime24", tmp_path, *PLAIN) == [("60", "Find $\\frac{1}{2}$.")]
 
 
 LLAMA = ("<s>system\nYou are a helpful assistant</s>\n<s>user\n", "</s>\n<s>assistant\n")
@@ -62,7 +64,7 @@ def asked(folder: Path, task: str, family: str, tokenizer: object, chat_format: 
     """The text that a record with context "C {0}" and input "Q" becomes."""
     write_task(folder, task, record(context="C {0}", input="Q"))
     questions = read_questions(task, folder, family, tokenizer, chat_format, prompt)
-    (asked,) = select_prompts(task, questions, byte_tokenizer(), longest=10_000).prompts
+    (asked,) = select_prompts(task, questions, byte_tokenizer(), 0, 0, 10_000).prompts
     return byte_tokenizer().decode(asked.token_ids)
 
 
@@ -133,7 +135,7 @@ def test_bad_records_are_named(tmp_path: Path, lines: list[object] | None, compl
     if lines is not None:
         write_task(tmp_path, "lcc", *lines)
     with pytest.raises(UserError, match=complaint):
-        read_questions("lcc", tmp_path)
+        read_questions("lcc", tmp_path, *PLAIN)
     write_task(tmp_path, "lcc", record())
     with pytest.raises(UserError, match=r"lcc\.jsonl, line 1: .*order"):
-        read_questions("lcc", tmp_path, "llama", byte_tokenizer("{{ raise_exception('order') }}"), "tokenizer")
+        read_questions("lcc", tmp_path, "llama", byte_tokenizer("{{ raise_exception('order') }}"), "tokenizer", None)

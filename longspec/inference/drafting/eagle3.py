@@ -3,12 +3,14 @@
 from copy import copy
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.drafting.decoder import DraftDecoder, Level
 from longspec.inference.runner import Runner
-from longspec.models.draft import Rope
+from longspec.kernels.shared.residual import RopeTable, TokenSlots
+from longspec.kernels.torch.layers import ResidualStream
 from longspec.models.eagle3 import Eagle3Draft
 from longspec.models.fused import rope_table
 
@@ -37,7 +39,7 @@ class Eagle3Decoder(DraftDecoder):
         self.cache = DraftCache(self.draft.config, batch, 1, nodes, runner.dtype, runner.device)
         self.grows = False
         """Whether the cache has room for the whole text."""
-        self.rope: Rope = (torch.empty(0), torch.empty(0))
+        self.rope: RopeTable = (torch.empty(0), torch.empty(0))
 
     def state_bytes(self, longest: int) -> tuple[int, int]:
         slot = 2 * self.cache.keys[0, :, 0].numel() * self.runner.dtype.itemsize
@@ -78,46 +80,70 @@ class Eagle3Decoder(DraftDecoder):
         assert states is not None
         fused = self.draft.fuse(states)
         before = torch.cat([self.newest, fused[:, :-1]], 1)
-        _, x = self.draft.inputs(self.embed(tokens), before)
-        keys, values = self.draft.keys_values(x, self._rope((positions - 1).clamp(min=0)))
-        # The first token of a text has no state before it. The cache takes as many tokens at a time as it has slots.
-        stored = valid & (positions > 0)
-        for start in range(0, tokens.shape[1], self.cache.window):
-            part = slice(start, start + self.cache.window)
-            self.cache.append(keys[:, :, part], values[:, :, part], positions[:, part] - 1, stored[:, part])
+        attention, window = self.draft.midlayer.self_attn, self.cache.window
+        kv = self._projected(self._inputs(tokens, before)[1], attention.k_proj, attention.v_proj)
+        # The first token of a text has no state before it. Tokens with a negative slot are not stored.
+        slots = torch.where(valid & (positions > 0), (positions - 1) % window, -1)
+        for start in range(0, tokens.shape[1], window):  # the cache takes as many tokens at a time as it has slots
+            part = slice(start, start + window)
+            places = TokenSlots((positions[:, part] - 1).clamp(min=0), *self._store, slots[:, part])
+            self._stream(before[:, part]).rotate_and_store(kv[:, part].contiguous(), places)
         last = (valid.sum(1) - 1).clamp(min=0)[:, None, None].expand(-1, -1, fused.shape[2])
         self.newest.copy_(fused.gather(1, last).where(valid[:, :1, None], self.newest))
 
     def level(self, level: Level, cache: TargetCache, feature: Tensor | None) -> Tensor:
-        draft, length = self.draft, (cache.lengths - 1).clamp(min=0)
+        draft, layer, attention = self.draft, self.draft.midlayer, self.draft.midlayer.self_attn
+        length, end = (cache.lengths - 1).clamp(min=0), level.first + level.tokens.shape[1]
         states = self.newest
         if level.depth:
             # Nodes that only fill up their level have no parent, and nothing reads what they propose.
             parents = level.parents.clamp(min=0)[..., None].expand(-1, -1, self.states.shape[2])
             states = self.states.gather(1, parents)
-        residual, x = draft.inputs(self.embed(level.tokens), states)
-        rope = self._rope((length + level.depth)[:, None].expand_as(level.tokens).long())
-        heads = self._attend(draft.queries(x, rope), *draft.keys_values(x, rope), length, level)
-        end = level.first + level.tokens.shape[1]
-        self.states[:, level.first : end], normed = draft.outputs(residual, heads)
+        residual, x = self._inputs(level.tokens, states)
+        slots = self.cache.node_slots[:, level.first : end]
+        if self.grows:
+            slots = length[:, None] + torch.arange(level.first, end, device=length.device)
+        places = TokenSlots(length[:, None].expand_as(level.tokens) + level.depth, *self._store, slots)
+        stream = self._stream(residual)
+        qkv = self._projected(x, attention.q_proj, attention.k_proj, attention.v_proj)
+        heads = self._attend(stream.rotate_and_store(qkv, places), length, level)
+        stream.add_product(heads.transpose(1, 2).flatten(2), attention.o_proj.weight)
+        normed = stream.normed(layer.post_attention_layernorm.weight)
+        gate, up = (self._projected(normed, linear) for linear in (layer.mlp.gate_proj, layer.mlp.up_proj))
+        stream.add_product(F.silu(gate).mul_(up), layer.mlp.down_proj.weight)
+        normed = stream.normed(draft.norm.weight)
+        self.states[:, level.first : end] = normed if draft.options.norm_output else stream.hidden
         return self.runner.product(normed, draft.lm_head.weight)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, length: Tensor, level: Level) -> Tensor:
-        """Store keys and values of a level's nodes, then attend to accepted tokens, int32 [B], and to nodes."""
-        attention, cache, end = self.runner.attention, self.cache, level.first + q.shape[2]
+    def _inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`Eagle3Draft.inputs` in few operations: a new tensor g and x of tokens [B, T] and states [B, T, hidden]."""
+        layer = self.draft.midlayer
+        normed = self._stream(states).normed(layer.hidden_norm.weight)
+        embedded = self._stream(self.embed(tokens)).normed(layer.input_layernorm.weight)
+        residual = normed if self.draft.options.norm_before_residual else states.clone()
+        return residual, torch.cat([embedded, normed], -1)
+
+    def _stream(self, hidden: Tensor) -> ResidualStream:
+        return self.runner.backend.stream(hidden.contiguous(), self.draft.config.rms_norm_eps)
+
+    def _projected(self, x: Tensor, *linears: nn.Linear) -> Tensor:
+        """The outputs of linears for x [B, T, in], next to each other."""
+        outputs = [self.runner.backend.linear(x, linear.weight, linear.bias) for linear in linears]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    @property
+    def _store(self) -> tuple[RopeTable, Tensor, Tensor]:
+        return self.rope, self.cache.keys, self.cache.values
+
+    def _attend(self, q: Tensor, length: Tensor, level: Level) -> Tensor:
+        """Attention of a level's nodes to accepted tokens, int32 [B], and to nodes; all keys and values are stored."""
+        attention, (_, keys, values) = self.runner.attention, self._store
         if not self.grows:
-            cache.write_nodes(k, v, level.first)
-            return attention.window(q, cache.keys, cache.values, length, level.depth, level.visible, self.scale)
-        slots = length[:, None] + torch.arange(level.first, end, device=length.device)
-        for store, new in ((cache.keys, k), (cache.values, v)):
-            store[cache.rows, :, slots] = new.transpose(1, 2)
-        return attention.hybrid(length, level.visible[:, :, :end])(q, cache.keys, cache.values, self.scale)
+            return attention.window(q, keys, values, length, level.depth, level.visible, self.scale)
+        end = level.first + q.shape[2]
+        return attention.hybrid(length, level.visible[:, :, :end])(q, keys, values, self.scale)
 
     def embed(self, tokens: Tensor) -> Tensor:
         own = self.draft.embed_tokens
         embeddings: Tensor = super().embed(tokens) if own is None else own(tokens)
         return embeddings
-
-    def _rope(self, positions: Tensor) -> Rope:
-        cos, sin = self.rope
-        return cos[positions], sin[positions]
