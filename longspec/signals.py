@@ -15,6 +15,8 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP"
 """Signals that ask a process to stop, as far as the platform has them."""
 PARENT_DEATH_SIGNAL = 1
 """Linux's number of the request for a signal when the parent ends."""
+RETRY_S = 0.01
+"""Seconds from an exit that Python has dropped to the next try."""
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -91,6 +93,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._handlers.enter_context(stop_signals_handled(self._record))
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._note_dropped
+        self._handlers.callback(setattr, sys, "unraisablehook", self._hook)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -98,6 +102,17 @@ class StopSignals:
         says = self._note is not None and self.at_once and is_first_rank()
         if says and self.received is not None and kind is not None and issubclass(kind, SystemExit):
             print(f"stopped by {signal.Signals(self.received).name}{self._note}", file=sys.stderr)
+
+    def _note_dropped(self, dropped: "sys.UnraisableHookArgs") -> None:
+        """Python drops exceptions that are raised in a destructor, where the signal may have arrived."""
+        if dropped.exc_type is not SystemExit or not self._raised:
+            self._hook(dropped)
+            return
+        self._raised = False
+        # SIGTERM, because a second SIGINT would kill the process. The first signal stays the one that is received.
+        retry = threading.Timer(RETRY_S, os.kill, (os.getpid(), signal.SIGTERM))
+        self._handlers.callback(retry.cancel)
+        retry.start()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

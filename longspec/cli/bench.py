@@ -72,9 +72,14 @@ def bench(
     console.print(result_table(summary))
     for method, reason in summary["skipped"].items():
         console.print(f"{method}: skipped, {reason}", markup=False)
+    print(json.dumps(summary), flush=True)
     if picture is not None:
         from longspec.cli.picture import draw
 
-        draw(summary, picture)
-        console.print(f"picture: {picture}", markup=False)
-    print(json.dumps(summary))
+        try:
+            draw(summary, picture)
+            console.print(f"picture: {picture}", markup=False)
+        except UserError as error:
+            if options.png is not None:
+                raise
+            console.print(f"no picture: {error}", markup=False)  # nobody asked for it

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 from contextlib import closing, suppress
@@ -152,6 +153,10 @@ class Session:
         if not name:
             raise UserError("/file needs the path of a text file")
         path = Path(name).expanduser()
+        with suppress(ValueError):
+            # Terminals quote the path of a file that is dropped into them.
+            if not os.path.exists(path) and len(words := shlex.split(name)) == 1:
+                path = Path(words[0]).expanduser()
         # Reading a pipe or a device may never end.
         if "\0" in name or (os.path.exists(path) and not os.path.isfile(path)):
             raise UserError(f"/file {name}: not a file")

@@ -216,7 +216,7 @@ class _Run:
         count = len(event.ids) if kept is None else kept
         if not own.row_rounds:
             # Prefill chooses the first token.
-            own.ttft_s = ticket.first_token - ticket.started
+            own.ttft_s = ticket.first_token - ticket.started - ticket.setup_s
             own.row_rounds, own.accepted_by_depth = [0], [0] * self.engine.batch.depth
         else:
             # A round ends with the target's own token, unless the answer ends before it.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 SETUP = ("build_s", "warm_up_s", "capture_s", "measure_s")
-"""The times of a call before its prefill."""
+"""Times of a call that are part of neither `ttft_s` nor `decode_s`."""
 
 
 @dataclass
@@ -22,9 +22,9 @@ class GenerationStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     """Entry d - 1: number of passes that emitted at least d draft tokens."""
     ttft_s: float = 0.0
-    """Time to first token, in seconds: prefill."""
+    """Time to first token, in seconds: prefill, without the times of SETUP."""
     decode_s: float = 0.0
-    """Time of all rounds, in seconds."""
+    """Time of all rounds, in seconds, without the times of SETUP."""
     peak_memory_bytes: int = 0
     """Peak of memory allocated on the CUDA device during the call; 0 on a CPU."""
     tree_shape: tuple[int, ...] = ()
@@ -34,13 +34,14 @@ class GenerationStats:
     tree_nodes: int = 0
     """Number of nodes of each tree that were verified, the root included; 0 for other methods."""
     build_s: float = 0.0
-    """Time to set up caches and layers before `ttft_s`, in seconds; little if an earlier call did."""
+    """Time to set up caches and layers, in seconds; little if an earlier call did."""
     warm_up_s: float = 0.0
-    """Time to compile the kernels of a round before `ttft_s`, in seconds; 0 if an earlier call did."""
+    """Time to compile the kernels of a round, in seconds; 0 if an earlier call did."""
     capture_s: float = 0.0
-    """Time to record the CUDA graphs of rounds before `ttft_s`, in seconds; 0 if an earlier call did."""
+    """Time to record CUDA graphs, in seconds: of rounds, and of passes over prompts with the compilation of
+    their kernels; 0 if an earlier call did."""
     measure_s: float = 0.0
-    """Time of the measurements of "auto" before `ttft_s`, in seconds; 0 if they are cached."""
+    """Time of the measurements of "auto", in seconds; 0 if they are cached."""
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -49,7 +50,7 @@ class GenerationStats:
 
     @property
     def setup(self) -> dict[str, float]:
-        """The times before the prefill by name. Most of them are paid by the first call of its kind only."""
+        """The times of SETUP by name. Most of them are paid by the first call of its kind only."""
         return {name: getattr(self, name) for name in SETUP}
 
     @property

@@ -121,7 +121,8 @@ def token_settings(
 
     def check(name: str, token: Any) -> int:
         if not is_integer(token) or not 0 <= token < vocab:
-            raise UserError(f"{name}: {token!r} is not a token id; the vocabulary has {vocab}")
+            known = "" if vocab == ALWAYS else f"; the vocabulary has {vocab}"  # as before the weights are read
+            raise UserError(f"{name}: {token!r} is not a token id{known}")
         return int(token)
 
     # Some tokenizers have more tokens than their target.

@@ -29,6 +29,8 @@ TARGET_PREFIX = "model.layers."
 """Start of the names of a target's weights."""
 WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
 """Patterns of weight files in a draft's folder. The first one that matches is used, so pickles come last."""
+RUN_DRAFTS = (DRAFT_FOLDER, "checkpoint-last")
+"""Subfolders of the output of `longspec draft` and of a training run that hold the draft."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
 """Configuration that a training run saves next to its draft."""
 TRAINED_KEY = "draft_is_trained"
@@ -90,7 +92,9 @@ def _weight_files(path: Path) -> list[Path]:
     for pattern in WEIGHT_PATTERNS:
         if files := sorted(path.glob(pattern)):
             return files
-    raise UserError(f"{path}: no draft in this folder (*.safetensors, {DRAFT_WEIGHTS_NAME} or pytorch_model*.bin)")
+    inner = [f"; give {path / name}" for name in RUN_DRAFTS if (path / name).is_dir()]
+    kinds = f"*.safetensors, {DRAFT_WEIGHTS_NAME} or pytorch_model*.bin"
+    raise UserError(f"{path}: no draft in this folder ({kinds}){''.join(inner[:1])}")
 
 
 def strip_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,6 +28,8 @@ GGUF_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticErr
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies. GGUF files of Llama 3.1 contain them instead of the settings below."""
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN_BETAS = ("beta_fast", "beta_slow")
+"""Ends of YaRN's ramp, in turns of a frequency within the original context."""
 BLOCK = 2**23
 """Number of values that are dequantized at a time."""
 MAX_SHARD = "1GB"
@@ -140,7 +142,28 @@ def _rope(own: Mapping[str, Any], tensors: dict[str, Any], head_dim: int) -> dic
     rope |= {"rope_type": kind, "factor": float(factor or 1.0)}
     if original := own.get("rope.scaling.original_context_length"):
         rope["original_max_position_embeddings"] = int(original)
-    return rope
+    scaling = {name.removeprefix("rope.scaling."): value for name, value in own.items()}
+    if kind == "yarn":
+        rope |= {name: float(scaling[f"yarn_{name}"]) for name in YARN_BETAS if f"yarn_{name}" in scaling}
+    return rope | _magnitude(scaling, 1 + 0.1 * math.log(max(rope["factor"], 1.0)) if kind == "yarn" else 1.0)
+
+
+def _magnitude(scaling: Mapping[str, Any], usual: float) -> dict[str, float]:
+    """transformers' factor of the rotated values, unless it is the `usual` one. Raises UserError for one that is not
+    certain."""
+    # From transformers' attention_factor, which is absolute, or from attn_factor, which it ignores, as in Qwen3 of
+    # DeepSeek, where it is the inverse of the usual one. llama.cpp ignores both.
+    written = float(scaling.get("yarn_attn_factor", usual))
+    if not any(math.isclose(written, known, rel_tol=1e-3) for known in (usual, 1 / usual)):
+        raise UserError(
+            f"rope.scaling.yarn_attn_factor {written:g}, which llama.cpp ignores and transformers may not; use the "
+            "model's folder instead"
+        )
+    if math.isclose(relative := float(scaling.get("attn_factor", 1.0)), 1.0):
+        return {}
+    if usual == 1.0:
+        raise UserError(f"rope.scaling.attn_factor {relative:g}; supported is 1, and others with yarn")
+    return {"attention_factor": usual * relative}  # as in llama.cpp
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:

@@ -85,6 +85,9 @@ class RunLog:
         if self.active:
             self.bar.close()
             self._tell_wandb(lambda: self.wandb.finish())
+            if self.wandb is None:
+                with suppress(Exception):  # which would be printed at the end of the process, below the last line
+                    wandb.teardown()
 
     def _tell_wandb(self, tell: Callable[[], object]) -> None:
         """Call W&B, and stop using it after an error: a SIGTERM to the process group ends its own process early."""

@@ -44,9 +44,7 @@ def terminal(**environment: str) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, _environ=environment, **settings)
 
 
-def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
-    target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_accepted_tokens_have_a_color_and_turns_are_kept(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
     loaded, sampling = pairs.open_pair(PairOptions(str(target)), "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")
@@ -84,7 +82,7 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)
     assert "error: /stats takes no argument\n" in said(session, "/stats now")
     session.pair.encode = Mock(side_effect=KeyboardInterrupt)  # Ctrl-C while the tokenizer reads a long text
-    assert "(stopped)" in said(session, f"/file {tmp_path}/a b.txt")
+    assert "(stopped)" in said(session, f"/file '{tmp_path}/a b.txt'")  # as terminals quote a dropped file
     assert len(session.turns) == 6
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from calls import noted
@@ -184,7 +185,7 @@ def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monke
     played = noted(monkeypatch, pairs.LoadedPair, "generate", lambda *_, method, **options: method)
     given = ["--max_new_tokens", 3, "--png", tmp_path / "a.png"]
     result = invoke("bench", target, *given)
-    summary = json.loads(result.stdout.splitlines()[-1])
+    summary = json.loads(result.stdout)
     assert list(summary["methods"]) == ["vanilla", "lookup", "auto"] and list(summary["skipped"]) == ["tree"]
     # The warm-ups, then turns at each prompt, because the speed of a device changes.
     assert played == ["vanilla", "lookup", "auto"] * (1 + summary["prompts"])
@@ -192,7 +193,9 @@ def test_bench_measures_what_the_pair_can_do(target: Path, tmp_path: Path, monke
     make_pair(tmp_path / "random", vocab_size=VOCAB_SIZE, initializer_range=0.1).save_pretrained(tmp_path / "pair")
     byte_tokenizer().save_pretrained(tmp_path / "pair")
     (tmp_path / "prompts.txt").write_text("the target reads\n")
-    result = invoke("bench", tmp_path / "pair", "--prompts", tmp_path / "prompts.txt", *given)
-    summary = json.loads(result.stdout.splitlines()[-1])
+    monkeypatch.setattr("longspec.cli.picture.draw", Mock(side_effect=UserError("a read-only folder")))
+    result = invoke("bench", tmp_path / "pair", "--prompts", tmp_path / "prompts.txt", "--max_new_tokens", 3)
+    summary = json.loads(result.stdout)
+    assert "no picture: a read-only folder" in result.stderr
     assert list(summary["methods"]) == ["vanilla", "lookup", "tree", "auto"] and not summary["skipped"]
     assert all(row["equal_outputs"] == summary["prompts"] == 1 for row in summary["methods"].values())

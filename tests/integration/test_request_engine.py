@@ -1,11 +1,13 @@
 """The engine on the calling thread: its state after each round, what one step reads, and how requests end."""
 
 import gc
+import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle, pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,8 +111,17 @@ def test_rows_are_given_up_for_long_requests(model: GlideMixin, monkeypatch: pyt
     assert stats.decoded_tokens == stats.rounds == 12 * 5
 
 
-def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
-    """They add up to those of all; a round's time is shared out once."""
+def test_each_answer_has_its_own_figures(model: GlideMixin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They add up to those of all; a round's time is shared out once, and a capture is in no other time."""
+    clock, read, captured = time.perf_counter, PromptReader.read, [0]
+
+    def capture_and_read(reader: PromptReader, *part: Any) -> Tensor:
+        reader.capture_s += 100
+        captured[0] += 100
+        return read(reader, *part)
+
+    monkeypatch.setattr(PromptReader, "read", capture_and_read)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + captured[0])
     requests = [Request([1 + number % 5] * (3 + number), 4 + 2 * number) for number in range(5)]
     own: dict[int, GenerationStats] = {}
     whole = answer_all(model, Drafting("lookup"), requests, 2, Listener(lambda *_: None, own.__setitem__))
@@ -119,7 +130,8 @@ def test_each_answer_has_its_own_figures(model: GlideMixin) -> None:
     pooled = pool(list(own.values()))
     for name in ("rounds", "decoded_tokens", "accepted_by_depth", "build_s"):
         assert getattr(pooled, name) == getattr(whole, name), name
-    assert 0 < pooled.decode_s <= whole.decode_s and all(stats.ttft_s > 0 for stats in own.values())
+    assert 0 < pooled.decode_s <= whole.decode_s and all(0 < stats.ttft_s < 100 for stats in own.values())
+    assert pooled.capture_s == captured[0] > 0 and whole.decode_s < 100
     assert sum(stats.build_s > 0 for stats in own.values()) == 1
 
 

@@ -108,9 +108,7 @@ def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: 
 
 
 @pytest.mark.parametrize("form", ["pth", "hub", "file of the hub's folder", "saved pair"])
-def test_all_that_belongs_to_a_draft_comes_back_from_every_form(
-    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_of_a_draft_returns_from_every_form(tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
     """Weights, options, vocabulary list and target, also where the weight file alone is moved. A target of the same
     shape with other weights is reported; the same one says nothing, in any dtype."""
     options = DraftOptions(64, (1, 0), True)
@@ -221,6 +219,12 @@ def test_draft_of_another_head_layout_with_the_same_shapes_is_named(tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8, "head_dim": 4}))
     with pytest.raises(UserError, match="num_attention_heads 8; this target has 4"):
         check_draft(folder, tiny_config("llama"), LlamaGlideDecoderLayer)
+
+
+def test_the_folder_of_a_run_names_its_draft(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint-last").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"/run: no draft in this folder .*; give .*/run/checkpoint-last$"):
+        check_draft(tmp_path / "run", tiny_config("llama"), LlamaGlideDecoderLayer)
 
 
 @pytest.mark.parametrize("name", sorted(EMBEDDED_DRAFTS.values()))

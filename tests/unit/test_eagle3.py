@@ -59,7 +59,7 @@ def test_the_layer_computes_what_vllm_computes(tmp_path: Path, switches: dict[st
 @pytest.mark.kernel
 @pytest.mark.parametrize("window", [None, 8])
 @torch.no_grad()
-def test_tree_logits_equal_training_logits_along_each_path(
+def test_tree_logits_equal_those_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, window: int | None
 ) -> None:
     """Every node, whatever its siblings: step s of training is level s of trees. They end around the window's edge."""

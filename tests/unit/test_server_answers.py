@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_script import HELLO, TOKENIZER, Script, chat, events, ids, said
+from server_script import HELLO, TOKENIZER, Script, application, chat, events, ids, said
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from longspec.inference.detokenizer import REPLACEMENT, Detokenizer
@@ -30,7 +30,8 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
     # A special token is no part of the text, but a stop string can name it, with text around it.
     script.events = [said("one"), said("</s>"), said("<s>two"), Finished("length")]
-    for stop, expected in (("</s>", "one"), ("e</s>", "on"), ("</s><s>t", "one"), ("<s>", "one"), ("</s>tw", "onetwo")):
+    found = {"</s>": "one", "e</s>": "on", "</s><s>t": "one", "<s>": "one", "</s>tw": "onetwo", "s": "onetwo"}
+    for stop, expected in found.items():
         choice = chat(client, **HELLO, stop=stop)["choices"][0]
         assert choice["message"]["content"] == expected
         assert choice["finish_reason"] == ("length" if expected == "onetwo" else "stop")
@@ -96,6 +97,17 @@ def test_alternatives_are_told_by_text_or_bytes(client: TestClient, script: Scri
     fields = chat(client, path="completions", prompt="x", logprobs=3)["choices"][0]["logprobs"]
     assert fields["top_logprobs"] == [{"a": -0.5, r"bytes:\xc3": -1.0, r"bytes:\xc4": -1.5, "b": -2.0}]
     assert [(request.logprobs, request.alternatives) for request in script.submitted] == [(True, 2), (True, 3)]
+
+
+def test_a_token_of_sentencepiece_keeps_its_space(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = Tokenizer(models.BPE(vocab={"<unk>": 0, "\u2581a": 1, "\u2581b": 2, "b": 3}, merges=[], unk_token="<unk>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    monkeypatch.setattr("server_script.TOKENIZER", PreTrainedTokenizerFast(tokenizer_object=words))
+    answer = Tokens([2, 3], ["target"] * 2, logprobs=[-1.0, -2.0], alternatives=[[(3, -0.5)], []])
+    script.events = [answer, Finished("length")]
+    with TestClient(application(script)) as client:
+        fields = chat(client, path="completions", prompt=[1], logprobs=1)["choices"][0]["logprobs"]
+    assert fields["tokens"] == [" b", "b"] and fields["top_logprobs"][0] == {" b": -1.0, "b": -0.5}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,9 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"RANK": "1"}, "RANK is '1' and WORLD_SIZE '1'"),
     ],
 )
-def test_an_environment_of_no_launch_is_one_line(
-    given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_environment_is_one_line(given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALONE:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -184,6 +183,16 @@ def test_at_once_ends_on_the_first_signal_only() -> None:
             signal.raise_signal(signal.SIGTERM)
             cleaned_up = True
     assert cleaned_up and end.value.code == exit_code(signal.SIGHUP) == 129 and stop.received == signal.SIGHUP
+
+
+def test_a_signal_in_a_destructor_ends_the_command_too() -> None:
+    """Python drops what a destructor raises; a server that starts would serve on."""
+    dropped = type("Dropped", (), {"__del__": lambda self: signal.raise_signal(signal.SIGINT)})
+    hook = sys.unraisablehook
+    with pytest.raises(SystemExit, match="130"), StopSignals(at_once=True):
+        dropped()
+        threading.Event().wait(30)
+    assert sys.unraisablehook is hook
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -8,6 +8,9 @@ from typing import Any, Literal
 from longspec.inference.detokenizer import Detokenizer
 from longspec.inference.engine.requests import Alternatives, Origin, PromptScores, Tokens
 
+GAP = "\ud800"
+"""Stands for a special token that no stop string names. No text contains it."""
+
 
 @dataclass
 class Piece:
@@ -39,7 +42,9 @@ class AnswerText:
         """Number of tokens up to the end of the answer, those of a stop string included."""
         self._detokenizer = Detokenizer(tokenizer)
         added = tokenizer.added_tokens_decoder.items() if stops else ()
-        self._specials = {token: entry.content for token, entry in added if entry.special}
+        names = {token: entry.content for token, entry in added if entry.special}
+        # A stop string "s" is not found in "</s>".
+        self._specials = {token: name if any(name in stop for stop in stops) else GAP for token, name in names.items()}
         self._held: list[Piece] = []
 
     def add(self, event: Tokens) -> list[Piece]:
