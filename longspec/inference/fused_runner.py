@@ -34,7 +34,7 @@ class FusedRunner(Runner):
         self.layers = [FusedTargetLayer(layer) for layer in self.backbone.layers]
         draft = model.draft_model
         self.draft_layer = FusedDraftLayer(draft) if isinstance(draft, GlideDecoderLayer) else None
-        """None for a draft of another architecture, whose decoder runs its own module."""
+        """None for a draft of another architecture, whose decoder computes its layer."""
         self.scale = head_dim(self.config) ** -0.5
         self.rope: RopeTable = (torch.empty(0), torch.empty(0))
         self.cross_output = None if self.draft_layer is None else self.draft_layer.cross.merged_output

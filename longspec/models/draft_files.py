@@ -29,8 +29,8 @@ TARGET_PREFIX = "model.layers."
 """Start of the names of a target's weights."""
 WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
 """Patterns of weight files in a draft's folder. The first one that matches is used, so pickles come last."""
-RUN_DRAFTS = (DRAFT_FOLDER, "checkpoint-last")
-"""Subfolders of the output of `longspec draft` and of a training run that hold the draft."""
+LAST_DRAFT = "checkpoint-last"
+"""Subfolder of a training run's output with its newest draft."""
 TRAINING_CONFIG_NAME = "training_config.yaml"
 """Configuration that a training run saves next to its draft."""
 TRAINED_KEY = "draft_is_trained"
@@ -92,7 +92,7 @@ def _weight_files(path: Path) -> list[Path]:
     for pattern in WEIGHT_PATTERNS:
         if files := sorted(path.glob(pattern)):
             return files
-    inner = [f"; give {path / name}" for name in RUN_DRAFTS if (path / name).is_dir()]
+    inner = [f"; give {path / name}" for name in (DRAFT_FOLDER, LAST_DRAFT) if (path / name).is_dir()]
     kinds = f"*.safetensors, {DRAFT_WEIGHTS_NAME} or pytorch_model*.bin"
     raise UserError(f"{path}: no draft in this folder ({kinds}){''.join(inner[:1])}")
 

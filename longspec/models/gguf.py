@@ -134,25 +134,26 @@ def _rope(own: Mapping[str, Any], tensors: dict[str, Any], head_dim: int) -> dic
         raise UserError(f"rotates {rotated} of the {head_dim} values of a head; supported are targets that rotate all")
     # llama.cpp stores Llama 3.1's scaling as divisors and no settings.
     if ROPE_FACTORS in tensors:
-        return rope | _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data), rope["rope_theta"], head_dim)
-    if kind == "none":
-        return rope
-    if kind not in ("linear", "yarn"):
+        rope |= _llama3_scaling(np.asarray(tensors[ROPE_FACTORS].data), rope["rope_theta"], head_dim)
+    elif kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": float(factor or 1.0)}
+        if original := own.get("rope.scaling.original_context_length"):
+            rope["original_max_position_embeddings"] = int(original)
+    elif kind != "none":
         raise UserError(f"{kind} rotary scaling; supported are linear, yarn and Llama 3.1's")
-    rope |= {"rope_type": kind, "factor": float(factor or 1.0)}
-    if original := own.get("rope.scaling.original_context_length"):
-        rope["original_max_position_embeddings"] = int(original)
     scaling = {name.removeprefix("rope.scaling."): value for name, value in own.items()}
-    if kind == "yarn":
+    if rope["rope_type"] == "yarn":
         rope |= {name: float(scaling[f"yarn_{name}"]) for name in YARN_BETAS if f"yarn_{name}" in scaling}
-    return rope | _magnitude(scaling, 1 + 0.1 * math.log(max(rope["factor"], 1.0)) if kind == "yarn" else 1.0)
+    return rope | _magnitude(scaling, rope)
 
 
-def _magnitude(scaling: Mapping[str, Any], usual: float) -> dict[str, float]:
-    """transformers' factor of the rotated values, unless it is the `usual` one. Raises UserError for one that is not
+def _magnitude(scaling: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, float]:
+    """transformers' factor of the rotated values, unless it is the usual one. Raises UserError for one that is not
     certain."""
-    # From transformers' attention_factor, which is absolute, or from attn_factor, which it ignores, as in Qwen3 of
-    # DeepSeek, where it is the inverse of the usual one. llama.cpp ignores both.
+    is_yarn = rope["rope_type"] == "yarn"
+    usual = 1 + 0.1 * math.log(max(rope["factor"], 1.0)) if is_yarn else 1.0
+    # llama.cpp's converter writes yarn_attn_factor from attention_factor, which is absolute, or else from attn_factor,
+    # which transformers ignores and which is the inverse of the usual one in DeepSeek-R1-0528-Qwen3-8B.
     written = float(scaling.get("yarn_attn_factor", usual))
     if not any(math.isclose(written, known, rel_tol=1e-3) for known in (usual, 1 / usual)):
         raise UserError(
@@ -161,7 +162,7 @@ def _magnitude(scaling: Mapping[str, Any], usual: float) -> dict[str, float]:
         )
     if math.isclose(relative := float(scaling.get("attn_factor", 1.0)), 1.0):
         return {}
-    if usual == 1.0:
+    if not is_yarn:
         raise UserError(f"rope.scaling.attn_factor {relative:g}; supported is 1, and others with yarn")
     return {"attention_factor": usual * relative}  # as in llama.cpp
 

@@ -13,8 +13,9 @@ from longspec.replacing import replacing
 from longspec.user_cache import user_cache
 
 SUFFIX = ".gguf"
-CONVERSION = 3
-"""Version of the conversion. Folders of other versions are ignored."""
+CONVERSION, PACKAGED_CONVERSION = 4, 3
+"""Versions of the conversion of a user's file and of a packaged target, whose wheels may be gone. Folders of other
+versions are ignored."""
 
 
 def resolve_target(target: str) -> str:
@@ -40,7 +41,7 @@ def _packaged_folder(name: str) -> Path:
     if target.hub_id is not None and (cached := _whole_download(target.hub_id)) is not None:
         return cached
     # Once they are converted, the wheels are no longer needed.
-    if (folder := _folder(target.stem, target.sha256)).is_dir():
+    if (folder := _folder(target.stem, target.sha256, PACKAGED_CONVERSION)).is_dir():
         return folder
     parts = target.installed_parts()
     if len(parts) == len(target.packages):
@@ -79,7 +80,8 @@ def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> 
     the parts are read only if they must be converted. Safe to call from several processes at once. Raises UserError.
     """
     try:
-        folder = _folder(stem, expected or _digest(parts))
+        version = CONVERSION if expected is None else PACKAGED_CONVERSION
+        folder = _folder(stem, expected or _digest(parts), version)
         if folder.is_dir():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +96,9 @@ def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> 
     return folder
 
 
-def _folder(stem: str, digest: str) -> Path:
+def _folder(stem: str, digest: str, version: int) -> Path:
     """The folder of a converted file. The content is part of the name: a new file of an old name is another target."""
-    return user_cache("targets") / f"{stem}-{digest[:16]}-{CONVERSION}"
+    return user_cache("targets") / f"{stem}-{digest[:16]}-{version}"
 
 
 def _convert(parts: Sequence[Path], folder: Path) -> None:

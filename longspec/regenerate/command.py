@@ -66,11 +66,11 @@ def _parser(prog: str) -> Parser:
     add_device_options(add)
 
     add = parser.add_argument_group("prompts").add_argument
-    add("--files", nargs="+", default=(), help="JSONL with prompts; without them the target writes the user turns")
+    add("--files", nargs="+", help="JSONL with prompts; without them the target writes the user turns")
     add("--count", type=int, help="number of prompts to write, or of records in --files to answer (0: all)")
     add("--max_prompt_tokens", type=int, help="leave out longer prompts (0: keep all that fit)")
     add("--max_turn_tokens", type=int, help="longest user turn that the target writes")
-    add("--exclude", nargs="+", default=(), help="files of other splits, whose prompts to leave out")
+    add("--exclude", nargs="+", help="files of other splits, whose prompts to leave out")
 
     add = parser.add_argument_group("answers").add_argument
     add("--temperatures", type=float, nargs="+", help="temperatures to draw from, for each answer; 0 is greedy")
@@ -84,7 +84,7 @@ def _parser(prog: str) -> Parser:
 
     add = parser.add_argument_group("output").add_argument
     add("--output_dir", required=True, help="folder for SPLIT.jsonl and SPLIT.provenance.yaml")
-    add("--split", choices=SPLITS, default="train", help="name of the file")
+    add("--split", choices=SPLITS, help="name of the file")
     add("--batch_size", type=int, help="largest number of rows in a batch")
     add("--shard_size", type=int, help="prompts per shard, the unit of writing and resuming (0: a 128th of all)")
     defaults = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}

@@ -21,7 +21,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from longspec.errors import UserError
-from longspec.models.draft_files import DRAFT_WEIGHTS_NAME
+from longspec.models.draft_files import DRAFT_WEIGHTS_NAME, LAST_DRAFT
 from longspec.replacing import sync
 from longspec.train.markers import Marker, damage, is_whole, read_marker
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 STATES = ("saving_ds", "last_ds", "last_2ds")
 """Folders of DeepSpeed's state: staged, newest and second newest."""
-DRAFTS = ("saving_checkpoint", "checkpoint-last", "checkpoint-2last")
+DRAFTS = ("saving_checkpoint", LAST_DRAFT, "checkpoint-2last")
 """Folders of the draft: staged, newest and second newest."""
 BEST = ("saving_best", "checkpoint-best")
 """Folders of the best draft: staged and current."""

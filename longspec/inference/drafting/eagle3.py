@@ -86,27 +86,30 @@ class Eagle3Decoder(DraftDecoder):
         slots = torch.where(valid & (positions > 0), (positions - 1) % window, -1)
         for start in range(0, tokens.shape[1], window):  # the cache takes as many tokens at a time as it has slots
             part = slice(start, start + window)
-            places = TokenSlots((positions[:, part] - 1).clamp(min=0), *self._store, slots[:, part])
-            self._stream(before[:, part]).rotate_and_store(kv[:, part].contiguous(), places)
+            own = kv[:, part].contiguous()
+            # A stream of its own for each part, because a stream keeps the positions that it has seen.
+            self._stream(own).rotate_and_store(own, self._slots((positions[:, part] - 1).clamp(min=0), slots[:, part]))
         last = (valid.sum(1) - 1).clamp(min=0)[:, None, None].expand(-1, -1, fused.shape[2])
         self.newest.copy_(fused.gather(1, last).where(valid[:, :1, None], self.newest))
 
     def level(self, level: Level, cache: TargetCache, feature: Tensor | None) -> Tensor:
         draft, layer, attention = self.draft, self.draft.midlayer, self.draft.midlayer.self_attn
         length, end = (cache.lengths - 1).clamp(min=0), level.first + level.tokens.shape[1]
-        states = self.newest
         if level.depth:
             # Nodes that only fill up their level have no parent, and nothing reads what they propose.
             parents = level.parents.clamp(min=0)[..., None].expand(-1, -1, self.states.shape[2])
             states = self.states.gather(1, parents)
-        residual, x = self._inputs(level.tokens, states)
-        slots = self.cache.node_slots[:, level.first : end]
+        else:
+            states = self.newest.clone()  # the stream below is changed in place
+        normed, x = self._inputs(level.tokens, states)
+        stream = self._stream(normed if draft.options.norm_before_residual else states)
         if self.grows:
             slots = length[:, None] + torch.arange(level.first, end, device=length.device)
-        places = TokenSlots(length[:, None].expand_as(level.tokens) + level.depth, *self._store, slots)
-        stream = self._stream(residual)
+        else:
+            slots = self.cache.node_slots[:, level.first : end]
+        positions = length[:, None].expand_as(level.tokens) + level.depth
         qkv = self._projected(x, attention.q_proj, attention.k_proj, attention.v_proj)
-        heads = self._attend(stream.rotate_and_store(qkv, places), length, level)
+        heads = self._attend(stream.rotate_and_store(qkv, self._slots(positions, slots)), length, level)
         stream.add_product(heads.transpose(1, 2).flatten(2), attention.o_proj.weight)
         normed = stream.normed(layer.post_attention_layernorm.weight)
         gate, up = (self._projected(normed, linear) for linear in (layer.mlp.gate_proj, layer.mlp.up_proj))
@@ -116,12 +119,11 @@ class Eagle3Decoder(DraftDecoder):
         return self.runner.product(normed, draft.lm_head.weight)
 
     def _inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """`Eagle3Draft.inputs` in few operations: a new tensor g and x of tokens [B, T] and states [B, T, hidden]."""
+        """RMSNorm(g) and x of tokens [B, T] and states g [B, T, hidden], as `Eagle3Draft.inputs` computes them."""
         layer = self.draft.midlayer
         normed = self._stream(states).normed(layer.hidden_norm.weight)
         embedded = self._stream(self.embed(tokens)).normed(layer.input_layernorm.weight)
-        residual = normed if self.draft.options.norm_before_residual else states.clone()
-        return residual, torch.cat([embedded, normed], -1)
+        return normed, torch.cat([embedded, normed], -1)
 
     def _stream(self, hidden: Tensor) -> ResidualStream:
         return self.runner.backend.stream(hidden.contiguous(), self.draft.config.rms_norm_eps)
@@ -131,17 +133,15 @@ class Eagle3Decoder(DraftDecoder):
         outputs = [self.runner.backend.linear(x, linear.weight, linear.bias) for linear in linears]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    @property
-    def _store(self) -> tuple[RopeTable, Tensor, Tensor]:
-        return self.rope, self.cache.keys, self.cache.values
+    def _slots(self, positions: Tensor, slots: Tensor) -> TokenSlots:
+        return TokenSlots(positions, self.rope, self.cache.keys, self.cache.values, slots)
 
     def _attend(self, q: Tensor, length: Tensor, level: Level) -> Tensor:
         """Attention of a level's nodes to accepted tokens, int32 [B], and to nodes; all keys and values are stored."""
-        attention, (_, keys, values) = self.runner.attention, self._store
+        attention, cache, end = self.runner.attention, self.cache, level.first + q.shape[2]
         if not self.grows:
-            return attention.window(q, keys, values, length, level.depth, level.visible, self.scale)
-        end = level.first + q.shape[2]
-        return attention.hybrid(length, level.visible[:, :, :end])(q, keys, values, self.scale)
+            return attention.window(q, cache.keys, cache.values, length, level.depth, level.visible, self.scale)
+        return attention.hybrid(length, level.visible[:, :, :end])(q, cache.keys, cache.values, self.scale)
 
     def embed(self, tokens: Tensor) -> Tensor:
         own = self.draft.embed_tokens

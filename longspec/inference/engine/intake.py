@@ -169,7 +169,7 @@ class Intake:
         row.tokens = array("q", prompt[:cached].tobytes())
         row.job, ticket.reads_alone = ticket, request.scores_prompt
         ticket.started, ticket.cached_prompt_tokens = time.perf_counter(), cached
-        ticket.setup_s = -self.batch.seconds_of_setup
+        ticket.setup_before = self.batch.seconds_of_setup
         self.clients.counts.prompt_tokens += len(request.prompt)
         self.clients.counts.cached_prompt_tokens += cached
         return row
@@ -217,7 +217,8 @@ class Intake:
         # One transfer for all that the host reads.
         lines = torch.cat(chosen).tolist() if chosen else []
         for number in complete:
-            rows[number].ticket.setup_s += self.batch.seconds_of_setup
+            ticket = rows[number].ticket
+            ticket.setup_s = self.batch.seconds_of_setup - ticket.setup_before
         outcomes = [
             Outcome(rows[number], RowRound([int(root)], logprobs=[logprob], fault=int(fault)), [more] if more else None)
             for number, (root, logprob, fault, *more) in zip(complete, lines, strict=True)

@@ -163,8 +163,10 @@ class Ticket:
     """The newest token; None before the end of prefill."""
     first_token: float = 0.0
     """time.perf_counter(), as the next one."""
+    setup_before: float = 0.0
+    """Seconds of the batch's setup up to the start of prefill."""
     setup_s: float = 0.0
-    """Time of the batch's setup since the start of prefill, in seconds. Until the first token: before it, negative."""
+    """Seconds of the batch's setup between the start of prefill and the first token."""
     last_token: float = 0.0
     new_tokens: int = 0
     rounds: int = 0

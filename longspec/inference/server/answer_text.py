@@ -9,7 +9,7 @@ from longspec.inference.detokenizer import Detokenizer
 from longspec.inference.engine.requests import Alternatives, Origin, PromptScores, Tokens
 
 GAP = "\ud800"
-"""Stands for a special token that no stop string names. No text contains it."""
+"""Stands for a character of a special token that a stop string does not name. No text contains it."""
 
 
 @dataclass
@@ -42,9 +42,7 @@ class AnswerText:
         """Number of tokens up to the end of the answer, those of a stop string included."""
         self._detokenizer = Detokenizer(tokenizer)
         added = tokenizer.added_tokens_decoder.items() if stops else ()
-        names = {token: entry.content for token, entry in added if entry.special}
-        # A stop string "s" is not found in "</s>".
-        self._specials = {token: name if any(name in stop for stop in stops) else GAP for token, name in names.items()}
+        self._specials = {token: entry.content for token, entry in added if entry.special}
         self._held: list[Piece] = []
 
     def add(self, event: Tokens) -> list[Piece]:
@@ -73,8 +71,7 @@ class AnswerText:
     def _cut(self) -> bool:
         """End the held text before the first stop string in it, if there is one."""
         # A stop string can span several tokens, but never released text: `_unsure` holds its beginnings back.
-        text = "".join(piece.matched for piece in self._held)
-        starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
+        starts = [start for stop in self.stops if (start := self._searched(stop).find(stop)) >= 0]
         if not starts:
             return False
         self.stopped, left = True, min(starts)
@@ -89,10 +86,14 @@ class AnswerText:
 
     def _unsure(self) -> int:
         """Number of characters at the end of the held text that may be the beginning of a stop string."""
-        text = "".join(piece.matched for piece in self._held)
-        longest = 0 if self.stopped else max(map(len, self.stops), default=0)
-        lengths = range(min(len(text), longest), 0, -1)
-        return next((n for n in lengths if text.endswith(tuple(stop[:n] for stop in self.stops))), 0)
+        if self.stopped:
+            return 0
+        texts = [(self._searched(stop), stop) for stop in self.stops]
+        return max((n for text, stop in texts for n in range(1, len(stop) + 1) if text.endswith(stop[:n])), default=0)
+
+    def _searched(self, stop: str) -> str:
+        """The held text in which a stop string is looked for: "s" is not found in the special token "</s>"."""
+        return "".join(piece.matched if piece.special in stop else GAP * len(piece.special) for piece in self._held)
 
     def _release(self, unsure: int) -> list[Piece]:
         """Take pieces off the held ones: all but those of the last `unsure` characters."""

@@ -39,8 +39,9 @@ class Replies:
         self.logprobs, self.extended = job.body.alternatives, job.body.longspec.tokens
         self.usage = job.body.stream_options.include_usage
         self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        """Stands before a token that is decoded: SentencePiece drops the space of the first token of a text."""
+        first = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._first = first, len(self.tokenizer.decode(first))
+        """A token and its length as text. It precedes others: SentencePiece drops the space of a text's first token."""
         self._lengths: Counter[int] = Counter()
         """Number of characters that were sent, by choice."""
 
@@ -111,8 +112,8 @@ class Replies:
         return best
 
     def _token(self, token: int | None) -> str:
-        before = self.tokenizer.decode(self._before)
-        return self.tokenizer.decode([*self._before, token])[len(before) :]
+        first, characters = self._first
+        return self.tokenizer.decode([*first, token])[characters:]
 
     def _name(self, token: int | None) -> str:
         """The token's text, or the bytes of a part of a character in the form of OpenAI's completions."""
