@@ -13,9 +13,10 @@ from serving import SMALL, Answer, alone, answers, random_requests, serving
 from torch import Tensor
 
 from longspec.inference.drafting.proposal import WrappedDrafter
-from longspec.inference.engine.requests import Request, Sampling, Tree
+from longspec.inference.engine.requests import Request, Tree
 from longspec.inference.engine.round_record import RoundResult
 from longspec.inference.engine.rounds import Rounds
+from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
 
 VOCAB = 7

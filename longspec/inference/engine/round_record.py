@@ -137,4 +137,4 @@ class Flight:
 
     def scores(self) -> list[list[list[float]]] | None:
         """`round_record.scores` of each row's tokens; None unless reported."""
-        return None if self._scores is None else self._scores.tolist()
+        return None if self._scores is None else self._scores.numpy().tolist()
