@@ -235,10 +235,10 @@ class Batch(BatchRows):
         step = max(1, SCORED_BYTES // (self.runner.config.vocab_size * torch.float32.itemsize))
         tokens = self.upload([following])
         for part, targets in zip(hidden[:, : len(following)].split(step, 1), tokens.split(step, 1), strict=True):
-            found = scores(self.runner.logits(part), targets)[0].cpu()
-            if found.isnan().any():
+            own = scores(self.runner.logits(part), targets)[0].cpu()
+            if own.isnan().any():
                 raise ValueError("the target's logits are NaN or infinite")
-            lines += found.tolist()
+            lines += own.tolist()
         return lines
 
     @repeated

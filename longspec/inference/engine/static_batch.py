@@ -31,7 +31,7 @@ class StaticBatch(Rounds):
         self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
         cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, sampler.positions)
-        super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
+        super().__init__(runner, drafter, sampler.on(runner.backend), cache, prompts[:, 0].clone())
         runner.prepare(capacity)
         drafter.reserve(capacity)
 
