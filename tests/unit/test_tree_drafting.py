@@ -51,7 +51,7 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
 
 def drafted(model: GlideMixin, shape: tuple[int, ...], temperature: float, lookup: bool = False) -> TreeDrafter:
     runner = Runner(model)
-    branches = LookupBranches(runner, TokenHistory(2, runner.device), 15) if lookup else None
+    branches = LookupBranches(runner, TokenHistory(2, runner.device)) if lookup else None
     return TreeDrafter(runner, 2, shape, sampler(temperature, 2).drafting(), "reject", lookup=branches)
 
 

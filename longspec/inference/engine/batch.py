@@ -69,8 +69,7 @@ class Batch(BatchRows):
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         # Where rows start one after another, passes are short, and their launches would take most of the time.
         largest, later = (prefill_chunk, False) if self.details else (PREFILL_CHUNK, not pooled.is_whole)
-        layers = self.drafter.layer_inputs
-        self.reader = PromptReader(runner, self.cache, largest, layers, self.starter.feed, later)
+        self.reader = PromptReader(runner, self.cache, largest, self.starter, later)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
         self.drafters: dict[SamplingKind, Drafter] = {self.kinds[0]: self.drafter}

@@ -38,7 +38,7 @@ class StaticBatch(Rounds):
     def prefill(self) -> Tensor:
         """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
         starter = DraftStarter(self.drafter, len(self.root), self.capacity, self.sampler, self.root.device)
-        reader, ends = PromptReader(self.runner, self.cache, 1, self.drafter.layer_inputs, starter.feed), []
+        reader, ends = PromptReader(self.runner, self.cache, 1, starter), []
         for row, length in enumerate(self.prompt_lengths):
             own = slice(row, row + 1)
             for start in range(0, length, PREFILL_TOKENS):
