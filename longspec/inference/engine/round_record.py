@@ -47,10 +47,6 @@ class Report(NamedTuple):
     """`round_record.scores` of the tokens."""
 
 
-PLAIN = Report()
-"""Tokens and faults only."""
-
-
 class RoundResult(NamedTuple):
     """A round on the device. Entries past the counts are undefined."""
 

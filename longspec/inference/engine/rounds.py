@@ -1,7 +1,7 @@
 """Rounds of draft, verify, accept and compact. They are the same for every method."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from longspec.inference.acceptance import accept
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
-from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, scores
+from longspec.inference.engine.round_record import Report, RoundResult, scores
 from longspec.inference.request import FILTERS
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
@@ -59,7 +59,7 @@ class KernelKey(NamedTuple):
     """Rows of the cache: compaction runs over all of it."""
     size_class: int
     """Slots per row in steps of CAPACITY_STEP."""
-    report: Report = PLAIN
+    report: Report = Report()
 
 
 def size_class(slots: int) -> int:
@@ -83,7 +83,7 @@ class Rounds:
     cache: TargetCache
     root: Tensor
     """LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
-    report: Report = PLAIN
+    report: Report = field(default_factory=Report)
     speculates: Tensor | None = None
     """bool [B], changed in place: the rows whose proposals count; None for all. The others emit one token per round."""
 
