@@ -178,16 +178,15 @@ class Eagle3Draft(Draft):
         rope = self.rotary[0](given.embeddings, (given.positions - 1).clamp(min=0))
         embeddings = self.embed(given.tokens, given.embeddings)
         states = self.fuse(given.target.layer_inputs)
-        keys, values, predicted = [], [], []
+        attention, keys, values, predicted = self.midlayer.self_attn, [], [], []
         for _ in range(max(int(own.max()) for own in by_token)):
             # The first token of a segment has no state before it.
             before = states.roll(1, 1).masked_fill((offsets == 0)[..., None], 0)
             residual, x = self.inputs(embeddings, before)
-            k, v = self.midlayer.self_attn.keys_values(x, rope)
+            k, v = attention.keys_values(x, rope)
             keys.append(k)
             values.append(v)
-            heads = self._attend(self.midlayer.self_attn.queries(x, rope), keys, values, offsets)
-            states, normed = self.outputs(residual, heads)
+            states, normed = self.outputs(residual, self._attend(attention.queries(x, rope), keys, values, offsets))
             predicted.append(normed)
         return [_at_lags(predicted, own) for own in by_token]
 
