@@ -32,7 +32,8 @@ from benchmarks.shapes import SHAPES, random_pair
 from benchmarks.tables import print_result, tables
 from benchmarks.transformers_baseline import PEERS, peer_ms
 from longspec.errors import UserError, reports_user_errors
-from longspec.inference.engine.batch import Batch, Mode
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.rounds import Mode
 from longspec.inference.engine_pool import Pooled
 from longspec.inference.fused_runner import FusedRunner
 from longspec.inference.memory import slots_for

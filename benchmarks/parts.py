@@ -71,7 +71,7 @@ def parts_of_round(engine: Rounds, round_ms: float) -> dict[str, float]:
 
     ms = {part.__name__: captured_ms(part) for part in (draft_attention, verify_attention, draft_lm_head)}
     propose = captured_ms(lambda: drafter.propose(engine.root, cache))
-    verify = captured_ms(lambda: engine.verify(proposal))
+    verify = captured_ms(lambda: runner.logits(engine.forward_tree(proposal, engine.cache)))
     verify_lm_head = captured_ms(lambda: runner.logits(hidden[nodes]))
     # Last, because it alone changes the lengths of the cached rows.
     accept = captured_ms(accept_and_compact)

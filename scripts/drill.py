@@ -31,7 +31,8 @@ from longspec.cli.train import ROOT, TRAINER
 from longspec.pipeline.processes import launch_line
 from longspec.replacing import write_atomically
 from longspec.train.checkpoint import read_draft
-from longspec.train.generations import METRICS_NAME, STATES, find_latest, is_whole
+from longspec.train.generations import METRICS_NAME, STATES, find_latest
+from longspec.train.markers import is_whole
 
 SUMMARY = "summary.json"
 TEXT_FILES, VOCAB_SIZE, CPU_RANKS = 20, 512, 2

@@ -11,8 +11,9 @@ import torch
 from pairs import OPTIONS, make_pair
 
 from longspec import generate
-from longspec.inference.engine.requests import Event, Finished, PromptScores, Request, Sampling, Ticket, Tokens
+from longspec.inference.engine.requests import Event, Finished, PromptScores, Request, Ticket, Tokens
 from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
 
 SMALL: dict[str, Any] = {"method": "tree", "tree_shape": (3, 4, 4), "gamma": 3, "memory": 2**27, "prefill_chunk": 16}

@@ -20,7 +20,6 @@ from longspec.models.glide import GlideMixin
 
 MAX_NODES = 1024
 """Largest number of nodes per verification pass, the root included."""
-LARGEST_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 1e-30
 """Smallest temperature above 0. Logits up to 3e8 divided by it are finite in fp32."""
 LARGEST_TEMPERATURE = torch.finfo(torch.float32).max
@@ -164,7 +163,7 @@ def check_seed(seed: int | Sequence[int] | None, rows: int = 1) -> None:
         raise UserError(f"seed: {len(seeds)} seeds for {rows} rows; give one, or one per row")
     for own in seeds:
         if own is not None:
-            check_integer("seed", own, 0, LARGEST_SEED)
+            check_integer("seed", own, 0, 2**64 - 1)
 
 
 def check_streamer(streamer: Any, batch: int) -> None:

@@ -12,6 +12,7 @@ from longspec.inference.cache import DraftCache, TargetCache
 from longspec.inference.runner import Runner, model_backend
 from longspec.kernels import DETERMINISTIC
 from longspec.kernels.backend import Backend
+from longspec.kernels.shared.attention import Attend
 from longspec.kernels.shared.device import plain_gpu
 from longspec.kernels.shared.residual import RopeTable, TokenSlots
 from longspec.kernels.torch.layers import ResidualStream
@@ -19,7 +20,7 @@ from longspec.models.draft_layer import GlideDecoderLayer, QueryAttend, head_dim
 from longspec.models.fused import FusedDraftLayer, FusedTargetLayer, can_fuse, rope_table
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import VocabularyEmbedding, VocabularyHead, model_parallel_rank_and_size
-from longspec.models.target_attention import Attend, LayerInputs
+from longspec.models.target_attention import LayerInputs
 
 
 class FusedRunner(Runner):
@@ -79,7 +80,7 @@ class FusedRunner(Runner):
         project = partial(attend.project, scale=self.scale) if hasattr(attend, "project") else None
         for number, (layer, keys, values) in enumerate(zip(self.layers, cache.keys, cache.values, strict=True)):
             if states is not None and number in states.layers:
-                states.see(number, stream.current())
+                states.kept[number] = stream.current()
 
             def attend_in_layer(q: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
                 return attend(q, keys, values, self.scale)

@@ -20,6 +20,7 @@ from longspec.inference.options import check_arguments, sampling_settings
 from longspec.inference.request import Sampling
 from longspec.inference.sampling import row_seeds
 from longspec.inference.stats import GenerationStats
+from longspec.inference.token_options import check_integer
 from longspec.models.glide import GlideMixin, check_pair
 from longspec.models.target_files import position_limit
 
@@ -146,7 +147,7 @@ def generate(
     arguments.check_seed(seed, len(rows))
     attention = arguments.chosen_attention(attention, deterministic)
     if batch_size is not None:
-        arguments.check_integer("batch_size", batch_size, 1)
+        check_integer("batch_size", batch_size, 1)
         if streamer is not None or stopping_criteria:
             raise UserError("batch_size: not with streamer or stopping_criteria; leave it out")
     seeds = row_seeds(seed, len(rows), greedy=temperature == 0)

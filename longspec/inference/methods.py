@@ -83,10 +83,7 @@ def make_drafter(
         return PlanDrafters(runner, batch, sampler, plans, drafting)
     gamma, sampler = drafting.gamma, sampler.on(runner.backend)
     if drafting.method == "tree":
-        # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
-        depth = runner.model.draft_model.window - 1
-        history = TokenHistory(batch, runner.device)
-        lookup = LookupBranches(runner, history, depth) if drafting.lookup_branches else None
+        lookup = LookupBranches(runner, TokenHistory(batch, runner.device)) if drafting.lookup_branches else None
         shape, nodes = drafting.tree_shape, drafting.tree_nodes
         return TreeDrafter(runner, batch, shape, sampler, drafting.tree_rule, nodes=nodes, lookup=lookup)
     if drafting.method == "seq":

@@ -71,11 +71,6 @@ class PenaltyRows:
         """The consecutive `rows`, in the same tensors."""
         return PenaltyRows(*(values[rows] for values in self.tensors))
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for this number of positions."""
-        if self.history.shape[1] < capacity:
-            self.history = self.history.new_zeros(len(self.history), capacity)
-
     def assign(self, rows: slice | Tensor, samplings: Sequence[Sampling]) -> None:
         """Set the penalties of some rows."""
         count, (most, width) = len(samplings), self.rule_contexts.shape[1:]
@@ -126,13 +121,15 @@ class RowSettings:
     """None as long as no row has any."""
 
     @classmethod
-    def allocate(cls, rows: int, device: torch.device, penalties: PenaltyKind | None = None) -> "RowSettings":
-        """Greedy rows. penalties: those that the rows can have; the texts have no room before `PenaltyRows.reserve`."""
+    def allocate(
+        cls, rows: int, device: torch.device, penalties: PenaltyKind | None = None, capacity: int = 0
+    ) -> "RowSettings":
+        """Greedy rows. penalties: those that the rows can have, in texts of up to `capacity` tokens."""
         numbers = torch.zeros(len(FIELDS), rows, dtype=torch.long, device=device)
         positions = torch.zeros(rows, dtype=torch.int32, device=device)
         settings = cls(numbers, torch.ones(rows, dtype=torch.bool, device=device), positions)
         if penalties is not None:
-            settings.penalties = PenaltyRows.allocate(rows, 0, penalties, device)
+            settings.penalties = PenaltyRows.allocate(rows, capacity, penalties, device)
         settings.assign(slice(0, rows), [Sampling()] * rows, [0] * rows)
         return settings
 

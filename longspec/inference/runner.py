@@ -11,10 +11,11 @@ from longspec.inference.cache import DraftCache, SlotWriter, TargetCache
 from longspec.inference.device import device_name
 from longspec.kernels.backend import Backend
 from longspec.kernels.choice import choose_backend
+from longspec.kernels.shared.attention import Attend
 from longspec.models.draft_layer import GlideDecoderLayer, QueryAttend, head_dim
 from longspec.models.glide import GlideMixin
 from longspec.models.parallel import model_parallel_rank_and_size
-from longspec.models.target_attention import Attend, LayerInputs, run_backbone
+from longspec.models.target_attention import LayerInputs, run_backbone
 
 
 def model_backend(model: GlideMixin, attention: str = "auto") -> Backend:

@@ -13,6 +13,7 @@ from longspec.inference.request import FILTERS, PenaltyKind, Sampling, joined_pe
 from longspec.inference.row_settings import PenaltyRows, RowSettings
 from longspec.kernels.backend import Backend
 from longspec.kernels.shared.watch import Watch
+from longspec.kernels.torch.vocabulary import over_temperature
 
 if TYPE_CHECKING:
     from longspec.inference.drafting.proposal import Proposal
@@ -75,10 +76,9 @@ class Sampler:
         assert self._settings is not None, "only greedy rows without penalties have no settings"
         return self._settings
 
-    def reserve(self, capacity: int) -> Tensor | None:
-        """Make room for texts of this number of positions. Returns the roots' positions; None without settings."""
-        if self._texts is not None:
-            self._texts.reserve(capacity)
+    @property
+    def positions(self) -> Tensor | None:
+        """The roots' positions, int32 [B]; None without settings."""
         return None if self._settings is None else self._settings.positions
 
     def drafting(self) -> "Sampler":
@@ -143,8 +143,7 @@ class Sampler:
         which kernels still have to apply where there are no filters."""
         if not self.kind.filters:
             return logits, self.temperature
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scaled = wide / per_row(self.settings["temperature"], logits).to(wide.dtype)
+        scaled = over_temperature(logits, self.settings["temperature"])
         values = {name: per_row(self.settings[name], logits) for name in self.kind.filters}
         return keep_likely(scaled, values, self.kind.largest_k), None
 

@@ -108,8 +108,7 @@ class TrainingPass:
 
         lags: as in `Draft.training_forward`.
         """
-        seen = self.segments if lags is None else self.segments.lagging(lags.tolist())
-        numbers = seen.newest_keys(blocks=lags is None)
+        numbers = self.segments.newest_keys(lags)
         rows = self.target.hidden.flatten(0, 1).index_select(0, numbers.clamp(min=0))
         return rows.masked_fill((numbers < 0)[:, None], 0).view_as(self.target.hidden)
 
@@ -212,5 +211,4 @@ class Draft(nn.Module):
     @classmethod
     def folder_config(cls, config: Any, options: Options, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """The content of `config.json` in a draft's folder, next to `options.entries()`. config: the target's."""
-        content: dict[str, Any] = json.loads(config.to_json_string())
-        return content
+        return json.loads(config.to_json_string())

@@ -31,8 +31,6 @@ WEIGHT_PATTERNS = ("*.safetensors", DRAFT_WEIGHTS_NAME, "pytorch_model*.bin")
 """Patterns of weight files in a draft's folder. The first one that matches is used, so pickles come last."""
 LAST_DRAFT = "checkpoint-last"
 """Subfolder of a training run's output with its newest draft."""
-TRAINING_CONFIG_NAME = "training_config.yaml"
-"""Configuration that a training run saves next to its draft."""
 TRAINED_KEY = "draft_is_trained"
 """Key in a draft's `config.json`; false for the fresh draft of a saved pair, otherwise absent."""
 NAMED_FAULTS = 40

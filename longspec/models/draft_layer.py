@@ -49,7 +49,6 @@ class DraftOptions(Options):
 
     architecture = GLIDE
     window: int = WINDOW
-    """Self-attention window W in tokens."""
     kv_layers: tuple[int, ...] = ()
     """Target layers that the draft reads in addition to the last one (L - 1), which it always reads; in 0 … L - 2."""
     target_feature: bool = False

@@ -28,7 +28,6 @@ def listed_tokens(d2t: Tensor) -> Tensor:
 
 def vocabulary_maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """`d2t` and `t2d` of ascending token ids, LongTensor [Vd]."""
-    # d2t[i] = tokens[i] - i, so a draft's token i is the target's token i + d2t[i].
     in_list = torch.zeros(vocab_size, dtype=torch.bool, device=tokens.device)
     in_list[tokens] = True
     return {"d2t": tokens - torch.arange(len(tokens), device=tokens.device), "t2d": in_list}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from longspec.errors import UserError
-from longspec.models.draft import Draft, Reads, Rope, TrainingPass
+from longspec.models.draft import Draft, Reads, TrainingPass
 from longspec.models.draft_layer import DraftSelfAttention, head_dim
 from longspec.models.eagle3_options import PUBLISHED_NAMES, Eagle3Options, published_config, published_options
 
@@ -160,14 +160,6 @@ class Eagle3Draft(Draft):
         x = torch.cat([self.midlayer.input_layernorm(embeddings), normed], -1)
         return (normed if self.options.norm_before_residual else states), x
 
-    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, K, T, D]."""
-        return self.midlayer.self_attn.keys_values(x, rope)
-
-    def queries(self, x: Tensor, rope: Rope) -> Tensor:
-        """Rotated queries [B, H, T, D]."""
-        return self.midlayer.self_attn.queries(x, rope)
-
     def outputs(self, residual: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
         """The state that the next step reads and the input of the head, [B, T, hidden] each. heads: [B, H, T, D]."""
         h = residual + self.midlayer.self_attn.output(heads)
@@ -178,25 +170,23 @@ class Eagle3Draft(Draft):
     # Training
 
     def training_forward(self, given: TrainingPass, lags: Sequence[Tensor | None]) -> list[Tensor]:
-        shape, lengths = given.tokens.shape, torch.tensor(given.segments.lengths)
-        # Lags of the tokens [B, T], on the host. In the block pattern they alternate, and the steps do not see it.
-        by_token = [
-            (given.segments.block_lags if own is None else own.repeat_interleave(lengths)).view(shape) for own in lags
-        ]
+        shape = given.tokens.shape
+        # On the host. In the block pattern the lags of tokens alternate, and the steps do not see it.
+        by_token = [given.segments.token_lags(own).view(shape) for own in lags]
         assert given.target.layer_inputs is not None
         offsets = given.segments.offsets.view(shape)
         rope = self.rotary[0](given.embeddings, (given.positions - 1).clamp(min=0))
         embeddings = self.embed(given.tokens, given.embeddings)
         states = self.fuse(given.target.layer_inputs)
-        keys, values, predicted = [], [], []
+        attention, keys, values, predicted = self.midlayer.self_attn, [], [], []
         for _ in range(max(int(own.max()) for own in by_token)):
             # The first token of a segment has no state before it.
             before = states.roll(1, 1).masked_fill((offsets == 0)[..., None], 0)
             residual, x = self.inputs(embeddings, before)
-            k, v = self.keys_values(x, rope)
+            k, v = attention.keys_values(x, rope)
             keys.append(k)
             values.append(v)
-            states, normed = self.outputs(residual, self._attend(self.queries(x, rope), keys, values, offsets))
+            states, normed = self.outputs(residual, self._attend(attention.queries(x, rope), keys, values, offsets))
             predicted.append(normed)
         return [_at_lags(predicted, own) for own in by_token]
 

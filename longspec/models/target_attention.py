@@ -64,22 +64,18 @@ class LayerInputs:
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         self.kept: dict[int, Tensor] = {}
-
-    def see(self, layer: int, hidden: Tensor) -> None:
-        """Keep the input [B, T, hidden] of a layer, if it is chosen; nothing else may change it later."""
-        if layer in self.layers:
-            self.kept[layer] = hidden
+        """The input [B, T, hidden] of each of them, which nothing else may change later."""
 
     @contextmanager
     def recorded(self, layers: Any) -> Iterator[None]:
         """Context in which the modules `layers` of a target show their inputs in passes of this thread."""
         thread = get_ident()  # other threads may run the same modules
 
-        def see(number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def keep(number: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if get_ident() == thread:
-                self.see(number, inputs[0].clone())
+                self.kept[number] = inputs[0].clone()
 
-        hooks = [layers[number].register_forward_pre_hook(partial(see, number)) for number in self.layers]
+        hooks = [layers[number].register_forward_pre_hook(partial(keep, number)) for number in self.layers]
         try:
             yield
         finally:

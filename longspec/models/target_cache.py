@@ -87,8 +87,8 @@ def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> 
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():  # another process may have converted it meanwhile
-                if expected is not None and (found := _digest(parts)) != expected:
-                    raise UserError(f"{parts[0]}: damaged (its SHA-256 is {found}, not {expected}); install it again")
+                if expected is not None and (digest := _digest(parts)) != expected:
+                    raise UserError(f"{parts[0]}: damaged (its SHA-256 is {digest}, not {expected}); install it again")
                 _convert(parts, folder)
     except OSError as error:
         problem = f"cannot be converted into {user_cache('targets')} ({first_line(error)})"

@@ -67,9 +67,9 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
 
 def check_no_adapter(path: str | Path) -> None:
     """Raise UserError for a folder with a LoRA or other PEFT adapter, which would not be applied."""
-    if found := [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]:
+    if files := [file for pattern in ADAPTER_FILES for file in Path(path).glob(pattern)]:
         raise UserError(
-            f"{path}: holds an adapter ({found[0].name}), which would not be applied; merge it into its model with "
+            f"{path}: holds an adapter ({files[0].name}), which would not be applied; merge it into its model with "
             "peft's merge_and_unload(), save that and give its folder, or remove the adapter's files"
         )
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from longspec.kernels.triton.elementwise import rms_norm, rotate_queries, swiglu
-from longspec.models.draft_layer import GlideDecoderLayer, Rope
+from longspec.models.draft import Rope
+from longspec.models.draft_layer import GlideDecoderLayer
 
 
 def use_kernels(backbone: Any, family: type[GlideDecoderLayer]) -> None:

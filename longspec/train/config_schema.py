@@ -10,11 +10,12 @@ from pydantic_core import PydanticCustomError
 
 from longspec.errors import UserError
 from longspec.models.draft import Options
-from longspec.models.draft_files import TRAINING_CONFIG_NAME as CONFIG_NAME
 from longspec.models.draft_files import options_of
 from longspec.models.draft_layer import GLIDE, OPTION_KEYS, WINDOW
 from longspec.train.positions import BLOCK_LAGS, Variant
 
+CONFIG_NAME = "training_config.yaml"
+"""Configuration that a run saves next to its draft."""
 LARGEST = 2**64
 """Integers are less: torch takes no larger seed."""
 

@@ -21,9 +21,11 @@ from longspec.inference.adaptive.plan_drafters import PlanDrafters, plans_for
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.adaptive.time_cache import RoundTimes, forget_times
 from longspec.inference.engine import batch as batch_module
-from longspec.inference.engine.batch import Batch, Mode
-from longspec.inference.engine.requests import Request, Sampling
+from longspec.inference.engine.batch import Batch
+from longspec.inference.engine.requests import Request
+from longspec.inference.engine.rounds import Mode
 from longspec.inference.methods import Drafting
+from longspec.inference.request import Sampling
 from longspec.models.draft_layer import DraftOptions
 from longspec.models.glide import GlideMixin
 from longspec.user_cache import user_cache

@@ -64,7 +64,7 @@ def passes(runner: Runner, prompts: Tensor, lengths: list[int], rounds: int, dra
     found = [engine.prefill()]
     for _ in range(rounds):
         found += engine.round(torch.ones(len(prompts), dtype=torch.bool, device=prompts.device))[:2]
-    found.append(engine.verify(drafter.propose(engine.root, engine.cache)))
+    found.append(runner.logits(engine.forward_tree(drafter.propose(engine.root, engine.cache), engine.cache)))
     used = slice(0, int(engine.cache.lengths.max()))
     found += [engine.cache.newest_hidden, engine.cache.keys[..., used, :], engine.cache.values[..., used, :]]
     return found + drafter.row_states()[:2]

@@ -14,8 +14,9 @@ from serving import SMALL, alone, drafted_pair, ids
 
 from longspec.inference.engine import batch_rows
 from longspec.inference.engine.batch import LEAST_ROUNDS, Batch
-from longspec.inference.engine.requests import Event, Finished, Request, Sampling, Tokens
+from longspec.inference.engine.requests import Event, Finished, Request, Tokens
 from longspec.inference.engine.scheduler import Scheduler
+from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -15,9 +15,10 @@ from serving import SMALL, VOCAB, Answer, alone, answers, drafted_pair, random_r
 from torch import Tensor
 
 from longspec.inference.drafting.proposal import WrappedDrafter
-from longspec.inference.engine.requests import Request, Sampling, Tree
+from longspec.inference.engine.requests import Request, Tree
 from longspec.inference.engine.round_record import RoundResult
 from longspec.inference.engine.rounds import Rounds
+from longspec.inference.request import Sampling
 from longspec.models.glide import GlideMixin
 
 Models = Callable[..., GlideMixin]

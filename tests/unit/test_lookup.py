@@ -126,9 +126,10 @@ def test_branches_are_what_a_plain_search_finds(vocab: int, depth: int, monkeypa
     text = torch.randint(vocab, (3, 25), generator=generator).repeat(1, 8)
     noise = torch.rand(text.shape, generator=generator) < 0.05
     text[noise] = torch.randint(vocab, (int(noise.sum()),), generator=generator)
-    runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"))
+    model = SimpleNamespace(draft_model=SimpleNamespace(window=depth + 1))
+    runner = SimpleNamespace(backend=Backend, device=torch.device("cpu"), model=model)
     history = TokenHistory(3, torch.device("cpu"))
-    branches = LookupBranches(runner, history, depth)  # type: ignore[arg-type]
+    branches = LookupBranches(runner, history)  # type: ignore[arg-type]
     plain = [PlainBranches(depth) for _ in lengths]
     history.reserve(256)
     history.start(text[:, :40], torch.tensor(lengths))

@@ -56,9 +56,8 @@ def check_tree(samplings: list[dict[str, Any]], seed: int, kind: PenaltyKind | N
     rows = len(samplings)
     lengths = torch.randint(1, 9, (rows,), generator=generator)
     history = torch.randint(VOCAB, (rows, 24), generator=generator)
-    settings = RowSettings.allocate(rows, torch.device("cpu"), kind)
+    settings = RowSettings.allocate(rows, torch.device("cpu"), kind, 24)
     sampler = Sampler(SamplingKind(penalties=kind), settings)
-    sampler.reserve(24)
     own = [sampling_of(options, int(length)) for options, length in zip(samplings, lengths, strict=True)]
     settings.assign(slice(0, rows), own, [0] * rows)
     # A prompt, the first token, and the tokens of a round, of which each row keeps some.
@@ -110,9 +109,8 @@ def test_the_draft_sees_its_rows_text() -> None:
     """Its logits are the target's at the root, but for n-grams and words; of a vocabulary list, the listed ones."""
     options = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {1: 2.0}, "suppress_tokens": [3]}
     kind = sampling_of(options).penalties
-    settings = RowSettings.allocate(2, torch.device("cpu"), kind)
+    settings = RowSettings.allocate(2, torch.device("cpu"), kind, 8)
     sampler = Sampler(SamplingKind(penalties=kind), settings)
-    sampler.reserve(8)
     settings.assign(slice(0, 2), [sampling_of(options), Sampling()], [0, 0])
     text = torch.tensor([[1, 2, 2, 5, 4], [1, 2, 2, 5, 4]])
     settings.positions.copy_(torch.tensor([2, 2]))

@@ -50,7 +50,7 @@ def test_tree_holds_the_drafts_most_probable_continuations(tmp_path: Path, tempe
 
 def drafted(model: GlideMixin, shape: tuple[int, ...], temperature: float, lookup: bool = False) -> TreeDrafter:
     runner = Runner(model)
-    branches = LookupBranches(runner, TokenHistory(2, runner.device), 15) if lookup else None
+    branches = LookupBranches(runner, TokenHistory(2, runner.device)) if lookup else None
     return TreeDrafter(runner, 2, shape, sampler(temperature, 2).drafting(), "reject", lookup=branches)
 
 
@@ -89,7 +89,8 @@ def test_a_whole_tree_tells_what_its_parts_would_have_accepted(tmp_path: Path) -
         counts = {}
         for plan in plans:
             proposal = drafter.cut(plan.nodes, plan.levels).propose(engine.root, engine.cache)
-            counts[plan] = accept(proposal, engine.verify(proposal), drafter.sampler).count
+            logits = engine.runner.logits(engine.forward_tree(proposal, engine.cache))
+            counts[plan] = accept(proposal, logits, drafter.sampler).count
         result = engine.round(torch.ones(2, dtype=torch.bool))
         for row, (count, line) in enumerate(zip(result.counts.tolist(), result.lines.tolist(), strict=True)):
             part = RowRound.read(line, drafter.depth + 1, engine.report)

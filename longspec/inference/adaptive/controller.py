@@ -172,7 +172,7 @@ class Controller:
     def _begin(self, decision: Decision) -> Plan:
         self._current, self._next = decision, None
         self._playing.append(decision)
-        self.lost -= PROBE_SHARE / self._rows_of_probe * self._time(decision.plan)
+        self.lost -= PROBE_SHARE / self._rows_of_probe * self.time(decision.plan, self.read)
         return decision.plan
 
     def _expected(self) -> tuple[dict[Plan, float], dict[Plan, float], Plan]:
@@ -190,7 +190,7 @@ class Controller:
                 opportunities = self.reaches[smaller].value if self._is_deeper(tree) else 1.0
                 expected[tree] = expected[smaller] + gain * opportunities
         expected = self._until_the_end(expected)
-        times = {plan: self._time(plan) for plan in self.plans}
+        times = {plan: self.time(plan, self.read) for plan in self.plans}
         return expected, times, max(self.plans, key=lambda plan: expected[plan] / times[plan])
 
     def _until_the_end(self, expected: dict[Plan, float]) -> dict[Plan, float]:
@@ -206,9 +206,6 @@ class Controller:
         """Whether a tree has more levels than the largest one that it covers."""
         smaller = self.smaller[tree]
         return smaller is not None and tree.levels > smaller.levels
-
-    def _time(self, plan: Plan) -> float:
-        return self.time(plan, self.read)
 
     @property
     def _rows_of_probe(self) -> float:

@@ -62,9 +62,7 @@ class PlanDrafters(Drafter):
         self.history = TokenHistory(batch, runner.device)
         self.tree: TreeDrafter | None = None
         if any(plan.kind == "tree" for plan in plans):
-            # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
-            branches = LookupBranches(runner, self.history, runner.model.draft_model.window - 1)
-            tree_shape = drafting.tree_shape
+            tree_shape, branches = drafting.tree_shape, LookupBranches(runner, self.history)
             if runner.device.type == "cpu":
                 tree_shape = [min(width, CPU_WIDTH) for width in tree_shape]
             self.tree = TreeDrafter(runner, batch, tree_shape, sampler, drafting.tree_rule, lookup=branches)

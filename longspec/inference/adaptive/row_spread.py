@@ -44,22 +44,21 @@ class RowSpread:
     def until_the_end(self, expected: Mapping[Plan, float], active: np.ndarray) -> dict[Plan, float]:
         """Tokens per round with which rows that are all alike would need as many rounds to the last answer's end, by
         plan. expected: tokens per active row and round. active: bool [rows]."""
-        left = self.left[active].astype(np.float64)
+        until_the_end, left = dict(expected), self.left[active].astype(np.float64)
         if len(left) < 2:
-            return dict(expected)
+            return until_the_end
         lengths = LENGTH_DEVIATION * left.max() if self.may_stop else 0.0
         all_rounds = _expected_maximum(left, np.full(1, lengths))
         rates = {kind: self._rates(kind, active) for kind in KINDS}
-        found = {}
         for plan, tokens in expected.items():
-            found[plan] = tokens
             if plan.kind in rates:
                 relative, variance = rates[plan.kind]
                 tokens_of_row = 1 + (tokens - 1) * relative
                 rounds = left / tokens_of_row
                 chance = variance * rounds * ((tokens - 1) / tokens_of_row) ** 2
-                found[plan] = all_rounds / _expected_maximum(rounds, np.sqrt((lengths / tokens_of_row) ** 2 + chance))
-        return found
+                deviations = np.sqrt((lengths / tokens_of_row) ** 2 + chance)
+                until_the_end[plan] = all_rounds / _expected_maximum(rounds, deviations)
+        return until_the_end
 
     def _rates(self, kind: str, active: np.ndarray) -> tuple[np.ndarray, float]:
         """fp64 [n]: accepted tokens of each active row relative to the mean, closer to it the less is known; and the

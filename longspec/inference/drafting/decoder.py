@@ -50,8 +50,7 @@ class DraftDecoder(RowState):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings [B, T, hidden] of tokens [B, T]."""
-        embeddings: Tensor = self.runner.model.model.embed_tokens(tokens)
-        return embeddings
+        return self.runner.model.model.embed_tokens(tokens)
 
     @property
     def columns(self) -> int:

@@ -145,5 +145,4 @@ class Eagle3Decoder(DraftDecoder):
 
     def embed(self, tokens: Tensor) -> Tensor:
         own = self.draft.embed_tokens
-        embeddings: Tensor = super().embed(tokens) if own is None else own(tokens)
-        return embeddings
+        return super().embed(tokens) if own is None else own(tokens)

@@ -23,7 +23,6 @@ class GlideDraft(DraftDecoder):
         self.scale = head_dim(runner.config) ** -0.5
         vocabulary = runner.model.draft_model.vocabulary
         self.head = None if vocabulary is None else ReducedHead(runner, len(vocabulary), batch)
-        """The head of a draft with a vocabulary list, otherwise None."""
         self.reads_hidden = self.options.target_feature
 
     @property

@@ -83,11 +83,12 @@ class LookupBranches(RowState):
     """Continuations of earlier matches that join a tree as branches, with their probability estimated from the row's
     earlier ones. They depend on the tokens before the root alone, not on draws."""
 
-    def __init__(self, runner: Runner, history: TokenHistory, depth: int) -> None:
-        """history: fed and started by others. depth: largest number of tokens of a branch."""
+    def __init__(self, runner: Runner, history: TokenHistory) -> None:
+        """history: fed and started by others."""
         self.backend, device = runner.backend, runner.device
         self.history, batch = history, len(history.tokens)
-        self.depth = min(depth, max(BRANCH_SIZES))
+        # A round feeds as many tokens as its longest path has, and the draft keeps at most a window of them.
+        self.depth = min(runner.model.draft_model.window - 1, max(BRANCH_SIZES))
         sizes = [min(size, self.depth) for size in BRANCH_SIZES]
         self.nodes = sum(sizes)
         self.sizes = torch.tensor(sizes, device=device)

@@ -1,7 +1,6 @@
 """The head of a draft with a vocabulary list: the rows of lm_head for the list and for the tokens of each prompt."""
 
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +23,12 @@ class ReducedHead:
         self.extra = extra_columns(self.vocab, listed, rows)
         self.most_columns = listed + extra_columns(self.vocab, listed, 1)
         self.first_row = 0
-        like: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
-        self.weight = torch.zeros(listed + rows * self.extra, runner.config.hidden_size, **like)
+        size = listed + rows * self.extra, runner.config.hidden_size
+        self.weight = torch.zeros(size, dtype=runner.dtype, device=runner.device)
         """[Vd + rows * E, hidden]: the list, then the regions of all rows. A narrowed head has the same tensor."""
         self.ids = torch.zeros(rows, listed + self.extra, dtype=torch.long, device=runner.device)
         """LongTensor [rows, C]: the token of each column; any for empty columns."""
-        self.bias = torch.zeros(rows, listed + self.extra, **like)
+        self.bias = self.weight.new_zeros(self.ids.shape)
         """[rows, C]: 0, and -inf for empty columns."""
 
     @property

@@ -76,7 +76,6 @@ class TreeDrafter(Drafter):
         """Set the number of nodes that are verified."""
         lookup, self.nodes = self.lookup, nodes
         self.depth = min(max(len(self.shape), lookup.depth if lookup else 0), nodes - 1)
-        self.selects = nodes < len(self.levels) or lookup is not None
         self.least_scores = least_scores(nodes, lookup) if lookup is not None and self.q is not None else None
         """fp32 [K, D]: score that each node of the branches needs next to a sampled tree."""
 
@@ -151,7 +150,7 @@ class TreeDrafter(Drafter):
     def proposal(self, branches: Branches | None = None) -> Proposal:
         """The nodes of the grown tree and of `branches` that are to be verified."""
         tree = self.tree
-        if not self.selects:
+        if self.lookup is None and self.nodes == len(self.levels):
             return Proposal(tree.tokens, tree.parents, self.levels, tree.visible, self.depth, self.q)
         selected = self.runner.backend.select_nodes(tree, self.levels, self.nodes, self.q is not None, branches)
         return Proposal(

@@ -69,8 +69,7 @@ class Batch(BatchRows):
         self.starter = DraftStarter(self.drafter, max_rows, capacity, sampler, runner.device)
         # Where rows start one after another, passes are short, and their launches would take most of the time.
         largest, later = (prefill_chunk, False) if self.details else (PREFILL_CHUNK, not pooled.is_whole)
-        layers = self.drafter.layer_inputs
-        self.reader = PromptReader(runner, self.cache, largest, layers, self.starter.feed, later)
+        self.reader = PromptReader(runner, self.cache, largest, self.starter, later)
         self.plans = self.drafter.plans
         self.times = BatchTimes()
         self.drafters: dict[SamplingKind, Drafter] = {self.kinds[0]: self.drafter}
@@ -235,10 +234,10 @@ class Batch(BatchRows):
         step = max(1, SCORED_BYTES // (self.runner.config.vocab_size * torch.float32.itemsize))
         tokens = self.upload([following])
         for part, targets in zip(hidden[:, : len(following)].split(step, 1), tokens.split(step, 1), strict=True):
-            found = scores(self.runner.logits(part), targets)[0].cpu()
-            if found.isnan().any():
+            own = scores(self.runner.logits(part), targets)[0].cpu()
+            if own.isnan().any():
                 raise ValueError("the target's logits are NaN or infinite")
-            lines += found.tolist()
+            lines += own.tolist()
         return lines
 
     @repeated

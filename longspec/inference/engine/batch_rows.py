@@ -30,9 +30,7 @@ class BatchRows:
         otherwise memory for them is taken at the first request that has any."""
         self.runner, self.device = runner, runner.device
         self.max_rows, self.capacity = max_rows, capacity
-        self.settings = RowSettings.allocate(max_rows, runner.device, penalties)
-        if self.settings.penalties is not None:
-            self.settings.penalties.reserve(capacity)
+        self.settings = RowSettings.allocate(max_rows, runner.device, penalties, capacity)
         positions = self.settings.positions
         self.cache = TargetCache(runner.config, max_rows, capacity, runner.dtype, runner.device, positions)
         self.root = torch.zeros(max_rows, dtype=torch.long, device=runner.device)

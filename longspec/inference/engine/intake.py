@@ -220,8 +220,8 @@ class Intake:
             ticket = rows[number].ticket
             ticket.setup_s = self.batch.seconds_of_setup - ticket.setup_before
         outcomes = [
-            Outcome(rows[number], RowRound([int(root)], logprobs=[logprob], fault=int(fault)), [more] if more else None)
-            for number, (root, logprob, fault, *more) in zip(complete, lines, strict=True)
+            Outcome(rows[number], RowRound([int(root)], logprobs=[logprob], fault=int(fault)), [line] if line else None)
+            for number, (root, logprob, fault, *line) in zip(complete, lines, strict=True)
         ]
         self.reading = [row for row in self.reading if row.unread]
         return outcomes

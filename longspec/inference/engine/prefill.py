@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,9 +33,6 @@ SIZES = 8
 EAGER_PASSES = 2
 """Passes of a size before it is captured, unless all sizes are. A capture takes about as long as two or three of
 them."""
-
-Feed = Callable[[slice, Tensor, Tensor, Tensor, Tensor], None]
-"""(rows, tokens, positions, valid, states): see `RowState.feed_prompt`."""
 
 
 @dataclass
@@ -72,11 +69,10 @@ class PromptReader:
         runner: Runner,
         cache: TargetCache,
         largest: int,
-        layers: Sequence[int] = (),
-        feed: Feed | None = None,
+        starter: "DraftStarter | None" = None,
         captures_later: bool = False,
     ) -> None:
-        """largest: most tokens of a captured pass. feed: gets the inputs of `layers`, if there are any. captures_later:
+        """largest: most tokens of a captured pass. starter: of the draft that reads the prompts, too. captures_later:
         whether passes are captured once their size was read EAGER_PASSES times."""
         self.runner, self.cache = runner, cache
         capacity = cache.keys.shape[3]
@@ -86,7 +82,8 @@ class PromptReader:
         device = cache.keys.device
         tokens = torch.zeros(1, self.sizes[-1], dtype=torch.long, device=device)
         self.chunk = _Chunk(runner, cache, tokens, torch.zeros(3, 1, dtype=torch.int32, device=device))
-        self.layers, self.feed, self.captures_later = layers, feed, captures_later
+        self.starter, self.captures_later = starter, captures_later
+        self.layers = () if starter is None else starter.drafter.layer_inputs
         self._passes: dict[int, CapturedPass[Tensor]] = {}
         """The captured pass of each size."""
         self._reads: Counter[int] = Counter()
@@ -188,9 +185,9 @@ class PromptReader:
         # A token at position p is stored in slot p. Padding is stored, too, and later overwritten by rounds.
         states = LayerInputs(self.layers)
         hidden = self.runner.target(tokens, positions, self.cache.narrow(rows), positions, attend, states)
-        if self.feed is not None and (read := states.joined()) is not None:
+        if self.starter is not None and (read := states.joined()) is not None:
             valid = positions < upload(torch.tensor(ends), tokens.device)[:, None]
-            self.feed(rows, tokens, positions, valid, read)
+            self.starter.feed(rows, tokens, positions, valid, read)
         return hidden
 
 

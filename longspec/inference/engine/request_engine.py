@@ -174,8 +174,7 @@ def _new_batch(runner: Runner, settings: EngineSettings, kind: Hashable) -> Batc
 def _fitting(runner: Runner, settings: EngineSettings, most: int, nodes: int) -> tuple[int, int]:
     """Rows, at most `most`, and slots per row that fit into the memory. nodes: read per round and row."""
     model, drafting, dtype, longest = runner.model, settings.drafting, runner.dtype, settings.longest
-    rank, ranks = model_parallel_rank_and_size()
-    config = model.config if ranks == 1 else rank_config(model.config, rank, ranks)
+    config = rank_config(model.config, *model_parallel_rank_and_size())
     fixed = head_bytes(config, dtype, list_length(model, drafting), most)
     fixed += memory.chunk_bytes(config, dtype, settings.prefill_chunk)
     room = position_limit(config) if longest is None else longest

@@ -47,10 +47,6 @@ class Report(NamedTuple):
     """`round_record.scores` of the tokens."""
 
 
-PLAIN = Report()
-"""Tokens and faults only."""
-
-
 class RoundResult(NamedTuple):
     """A round on the device. Entries past the counts are undefined."""
 
@@ -137,4 +133,4 @@ class Flight:
 
     def scores(self) -> list[list[list[float]]] | None:
         """`round_record.scores` of each row's tokens; None unless reported."""
-        return None if self._scores is None else self._scores.tolist()
+        return None if self._scores is None else self._scores.numpy().tolist()

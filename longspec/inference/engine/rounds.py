@@ -1,7 +1,7 @@
 """Rounds of draft, verify, accept and compact. They are the same for every method."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from longspec.inference.acceptance import accept
 from longspec.inference.adaptive.plans import Plan
 from longspec.inference.cache import Fault, TargetCache
 from longspec.inference.drafting.proposal import Drafter, Proposal
-from longspec.inference.engine.round_record import PLAIN, Report, RoundResult, scores
+from longspec.inference.engine.round_record import Report, RoundResult, scores
 from longspec.inference.request import FILTERS
 from longspec.inference.runner import Runner
 from longspec.inference.sampling import GREEDY_KIND, Sampler, SamplingKind
@@ -59,7 +59,7 @@ class KernelKey(NamedTuple):
     """Rows of the cache: compaction runs over all of it."""
     size_class: int
     """Slots per row in steps of CAPACITY_STEP."""
-    report: Report = PLAIN
+    report: Report = Report()
 
 
 def size_class(slots: int) -> int:
@@ -79,16 +79,13 @@ class Rounds:
     runner: Runner
     drafter: Drafter
     sampler: Sampler
-    """The target's."""
+    """The target's, with the operations of the runner's backend."""
     cache: TargetCache
     root: Tensor
     """LongTensor [B], the newest token of each row, at position cache.lengths[b]."""
-    report: Report = PLAIN
+    report: Report = field(default_factory=Report)
     speculates: Tensor | None = None
     """bool [B], changed in place: the rows whose proposals count; None for all. The others emit one token per round."""
-
-    def __post_init__(self) -> None:
-        self.sampler = self.sampler.on(self.runner.backend)
 
     @property
     def capacity(self) -> int:
@@ -159,10 +156,6 @@ class Rounds:
         if report.scores:
             token_scores = scores(logits.gather(1, path[..., None].expand(-1, -1, logits.shape[2])), tokens)
         return RoundResult(tokens, counts, torch.cat(columns, 1), token_scores, trace)
-
-    def verify(self, proposal: Proposal) -> Tensor:
-        """The target's logits [B, N, V] at every node of the tree."""
-        return self.runner.logits(self.forward_tree(proposal, self.cache))
 
     def forward_tree(self, proposal: Proposal, cache: TargetCache, states: LayerInputs | None = None) -> Tensor:
         """The target's hidden states [B, N, hidden] at every node of the tree, in one pass that stores keys and values

@@ -30,16 +30,15 @@ class StaticBatch(Rounds):
         self.prompts = prompts
         self.prompt_lengths = list(lengths)
         capacity = slots_for(prompts.shape[1] + max_new_tokens, drafter.depth, drafter.nodes)
-        positions = sampler.reserve(capacity)
-        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, positions)
-        super().__init__(runner, drafter, sampler, cache, prompts[:, 0].clone())
+        cache = TargetCache(runner.config, len(prompts), capacity, runner.dtype, runner.device, sampler.positions)
+        super().__init__(runner, drafter, sampler.on(runner.backend), cache, prompts[:, 0].clone())
         runner.prepare(capacity)
         drafter.reserve(capacity)
 
     def prefill(self) -> Tensor:
         """Read the prompts and choose the first token of each row, LongTensor [B], which becomes its root."""
         starter = DraftStarter(self.drafter, len(self.root), self.capacity, self.sampler, self.root.device)
-        reader, ends = PromptReader(self.runner, self.cache, 1, self.drafter.layer_inputs, starter.feed), []
+        reader, ends = PromptReader(self.runner, self.cache, 1, starter), []
         for row, length in enumerate(self.prompt_lengths):
             own = slice(row, row + 1)
             for start in range(0, length, PREFILL_TOKENS):

@@ -1,7 +1,7 @@
 """Properties of the device on which the launches of the kernels depend."""
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,7 +78,3 @@ class Download:
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy.numpy()
-
-    def tolist(self) -> list[Any]:
-        """The same as nested lists."""
-        return self.numpy().tolist()

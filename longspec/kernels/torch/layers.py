@@ -28,7 +28,6 @@ class ResidualStream:
     def __init__(self, hidden: Tensor, eps: float) -> None:
         """eps: the epsilon of every RMSNorm in the pass."""
         self.hidden, self.eps = hidden, eps
-        # Positions and slots are the same in all layers, and so are these.
         self.rotation: tuple[Tensor, Tensor] | None = None
         """cos [B, N, 1, D] at the tokens' positions, and sin with its first half negated."""
         self.stored: tuple[Tensor, Tensor, Tensor | None] | None = None

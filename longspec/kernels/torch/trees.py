@@ -71,7 +71,6 @@ def _grow_sampled(
     q.copy_(softmax(logits, temperature, watch))
     scores = tree.scores[:, above, None] + q.double().log()
 
-    # The first child of a parent arrives with the parent, the others after it.
     times = noise / scores.exp()
     arrivals = tree.arrivals[:, above, None] + (times - times.amin(-1, keepdim=True))
     arrivals = arrivals.where(times.isfinite(), torch.inf)

@@ -73,21 +73,17 @@ class Segments:
         """Offset of each token in its segment, LongTensor [N] on the device."""
         return upload(self._host_offsets(), self.device)
 
-    def newest_keys(self, blocks: bool = False) -> Tensor:
+    def newest_keys(self, lags: Tensor | None) -> Tensor:
         """Index of the newest key that each query sees, among the N tokens, LongTensor [N] on the device; -1 for none.
+        lags: as in `token_lags`."""
+        offsets, token_lags = self._host_offsets(), self.token_lags(lags)
+        newest = torch.arange(len(offsets)) - token_lags
+        return upload(newest.where(offsets >= token_lags, -1), self.device)
 
-        blocks: use the block pattern, which ignores lags.
-        """
-        offsets = self._host_offsets()
-        lags = self.block_lags if blocks else torch.tensor(self.lags).repeat_interleave(torch.tensor(self.lengths))
-        # In the block pattern the newest visible key is the last of the previous block, offset % BLOCK + 1 tokens back.
-        newest = torch.arange(len(offsets)) - lags
-        return upload(newest.where(offsets >= lags, -1), self.device)
-
-    @property
-    def block_lags(self) -> Tensor:
-        """The lag of each token in the block pattern, LongTensor [N] on the host."""
-        return self._host_offsets() % BLOCK + 1
+    def token_lags(self, lags: Tensor | None) -> Tensor:
+        """The lag of each token, LongTensor [N] on the host. lags: LongTensor [M], those of the segments; None for the
+        block pattern, where the newest visible key is the last of the previous block."""
+        return self._host_offsets() % BLOCK + 1 if lags is None else lags.repeat_interleave(torch.tensor(self.lengths))
 
     @cached_property
     def keys(self) -> Keys:
