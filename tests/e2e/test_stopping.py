@@ -83,7 +83,9 @@ def our_line(log: Path) -> str:
         ("group", signal.SIGINT, -signal.SIGINT),
     ],
 )
-def test_every_way_to_stop_saves_and_ends(receiver: str, number: int, code: int, work: Path, tmp_path: Path) -> None:
+def test_every_way_to_stop_a_launch_saves_and_ends_it(
+    receiver: str, number: int, code: int, work: Path, tmp_path: Path
+) -> None:
     """One line says so. A process that a signal kills has the code -n, which shells show as 128 + n. A launcher that
     hears the signal kills the ranks after 30 seconds; they would then not have saved."""
     output, log = tmp_path / "out", tmp_path / "log"

@@ -72,7 +72,9 @@ def test_every_change_of_plan_keeps_the_targets_tokens(tmp_path: Path, options: 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("every_plan")
-def test_samples_follow_the_law_under_every_change_of_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_tokens_follow_the_targets_law_under_every_change_of_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chi-square test of three tokens, over all 64 outcomes."""
     names = ("vanilla", "lookup 5", "lookup 16", "tree 5 of 2 levels", "tree 7 of 3 levels")
     times = RoundTimes((64, 1024), dict.fromkeys(names, (1.0, 2.0)), 0.1)
@@ -93,7 +95,9 @@ def test_samples_follow_the_law_under_every_change_of_plan(tmp_path: Path, monke
 
 @torch.no_grad()
 @pytest.mark.usefixtures("every_plan")
-def test_a_tree_after_other_plans_has_a_draft_that_read_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_after_other_plans_is_that_of_a_draft_that_read_every_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other plans do not fill the draft's window; it is filled again before the next tree."""
     model = make_pair(tmp_path, options=DraftOptions(window=16), initializer_range=0.1)
     ids, _, (row,) = ragged_prompts(40)

@@ -72,7 +72,9 @@ def test_every_accepted_length_in_a_captured_round(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", GLIDE_METHODS)
 @torch.no_grad()
-def test_captured_rounds_of_extended_drafts_equal_eager_ones(tmp_path: Path, method: str, dtype: torch.dtype) -> None:
+def test_captured_rounds_of_an_extended_draft_draft_what_the_eager_ones_do(
+    tmp_path: Path, method: str, dtype: torch.dtype
+) -> None:
     """Round by round, what is drafted and the state that it comes from; a row sits every other round out."""
     model = make_pair(tmp_path, dtype=dtype, options=OPTIONS["both"], hidden_size=128).cuda()
     ids, _, _ = prompts(90, 7)

@@ -44,7 +44,9 @@ def terminal(**environment: str) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, _environ=environment, **settings)
 
 
-def test_accepted_tokens_have_a_color_and_turns_are_kept(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accepted_tokens_have_a_color_and_the_conversation_is_kept(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert opened(target).method == "auto" and capsys.readouterr().err.count("no trained draft") == 1
     loaded, sampling = pairs.open_pair(PairOptions(str(target)), "lookup"), pairs.SamplingOptions(max_new_tokens=40)
     session = Session(loaded, sampling, terminal(), system="Be brief.")

@@ -229,7 +229,9 @@ def test_a_row_that_does_not_fit_into_memory_is_refused(
     assert make_plan(parse_options(line)).options.batch_size == 100000
 
 
-def test_no_checkpoint_or_no_tokenizer_is_refused(refused: Refused, setting: Setting, tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_or_its_tokenizer_is_refused(
+    refused: Refused, setting: Setting, tmp_path: Path
+) -> None:
     small, mute, empty = tmp_path / "small", tmp_path / "mute", tmp_path / "empty"
     embeddings = make_pair(small, vocab_size=VOCAB_SIZE - 1).config.vocab_size
     byte_tokenizer().save_pretrained(small)

@@ -135,7 +135,9 @@ def test_an_engine_in_use_is_not_shared(tmp_path: Path, built: list[Batch]) -> N
 
 
 @pytest.mark.parametrize("method", ["tree", "auto"])
-def test_released_engines_are_freed_idle_ones_with_the_model(tmp_path: Path, method: str, built: list[Batch]) -> None:
+def test_a_released_engine_is_freed_at_once_and_idle_ones_with_the_model(
+    tmp_path: Path, method: str, built: list[Batch]
+) -> None:
     """At once: without a garbage collection, because the memory is needed for another engine."""
     model = make_pair(tmp_path)
     gc.disable()

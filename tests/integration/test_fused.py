@@ -85,7 +85,9 @@ def compare(
     + [pytest.param(*case, "native", marks=pytest.mark.gcc) for case in CASES],
 )
 @torch.no_grad()
-def test_fused_passes_equal_transformers(tmp_path: Path, family: str, layout: str, device: str, backend: str) -> None:
+def test_fused_passes_equal_transformers_modules(
+    tmp_path: Path, family: str, layout: str, device: str, backend: str
+) -> None:
     if backend == "native" and device != "cpu":
         pytest.skip("for a CPU")
     model = random_pair(tmp_path, family, **LAYOUTS[layout]).to(device)

@@ -52,7 +52,9 @@ class Repeats(Drafter):
         return chain(root[:, None].repeat(1, self.nodes))
 
 
-def test_a_method_that_cannot_refill_decodes_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_cannot_start_rows_one_after_another_decodes_row_by_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(methods._own, "repeats", Repeats)
     model, rows = make_pair(tmp_path), prompts(4, 11, 7)
     out = generate(model, [row.tolist() for row in rows], method="repeats", gamma=2, max_new_tokens=9)

@@ -51,7 +51,9 @@ class Session:
 
 @torch.no_grad()
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_rounds_over_ended_rows_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+def test_rounds_over_a_row_that_has_ended_stay_within_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
     """The row reaches the largest length in rounds that accept all nodes, and rounds of the others go on over it."""
     capacity = 256
     monkeypatch.setattr("longspec.inference.memory.row_capacity", lambda *_: capacity)

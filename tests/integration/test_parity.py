@@ -110,7 +110,9 @@ def test_drafts_of_every_kind_draft_as_either_variant_trains(
 @pytest.mark.parametrize(
     ("family", "options"), [*zip(FAMILIES, cycle((OPTIONS["published"], OPTIONS["both"])), strict=False)]
 )
-def test_tree_logits_equal_those_of_training(tmp_path: Path, family: str, options: DraftOptions, device: str) -> None:
+def test_tree_logits_equal_training_logits_along_each_path(
+    tmp_path: Path, family: str, options: DraftOptions, device: str
+) -> None:
     """Every node, whatever its siblings, equals the training forward over the prefix and its own ancestors."""
     model = parity_pair(tmp_path, family, options=options).to(device)
     prompts = [row[:n] for row, n in zip(random_tokens(3, 540).to(device), (3, 509, 530), strict=True)]

@@ -72,7 +72,9 @@ def answers(model: GlideMixin, method: str, options: dict[str, Any], eos: Sequen
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_answers_are_transformers(model: GlideMixin, expected: list[list[list[int]]], method: str, device: str) -> None:
+def test_greedy_answers_are_transformers_own(
+    model: GlideMixin, expected: list[list[list[int]]], method: str, device: str
+) -> None:
     for (options, eos), own in zip(OPTIONS, expected, strict=True):
         assert answers(model.to(device), method, options, eos) == own
         assert method != "vanilla" or answers(model, method, {}, eos) != own, "the option changes nothing"

@@ -150,7 +150,9 @@ def test_an_answer_is_kept_up_to_its_repetition_loop(
     assert "'answers: loops': 1" in (tmp_path / "train.provenance.yaml").read_text()
 
 
-def test_cut_turns_end_with_a_sentence_or_line(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_user_turn_ends_with_its_last_sentence_or_line(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = "Sum 1.5 and 2. Halve it.\n3. Then pri", "a = 1\nb = ", "1 + 1 是几？请", "What is a do"
     cut = byte_tokenizer()(list(texts))["input_ids"]
     answer_with(monkeypatch, cut, [[*cut[3], 2]] * 3)

@@ -68,7 +68,9 @@ def test_every_configuration_has_a_default_folder_of_its_own(pair: Setting, tmp_
     assert folder(*chosen_by_default) == folder() and not (tmp_path / "outputs").exists()
 
 
-def test_another_runs_results_are_kept(pair: Setting, uninterrupted: Path, tmp_path: Path, refusal: Refused) -> None:
+def test_results_of_another_run_are_refused_and_kept(
+    pair: Setting, uninterrupted: Path, tmp_path: Path, refusal: Refused
+) -> None:
     """In one line that names what differs, before the weights are loaded."""
     target, data = pair
     before = contents(uninterrupted)
@@ -135,7 +137,9 @@ def test_a_stop_signal_saves_the_running_samples_and_the_same_command_continues(
     assert {name: summary[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
 
 
-def test_a_second_run_is_refused_and_touches_nothing(pair: Setting, uninterrupted: Path, refusal: Refused) -> None:
+def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
+    pair: Setting, uninterrupted: Path, refusal: Refused
+) -> None:
     with locked(uninterrupted):
         before = contents(uninterrupted)
         for more in ((), ("--overwrite",)):

@@ -57,7 +57,9 @@ def write_pairs(work: Path, families: tuple[str, ...], ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "families"), [(2, FAMILIES), pytest.param(4, ("qwen2",), marks=pytest.mark.slow)])
-def test_ranks_that_share_a_target_equal_one_process(ranks: int, families: tuple[str, ...], tmp_path: Path) -> None:
+def test_ranks_that_share_a_target_generate_what_one_process_does(
+    ranks: int, families: tuple[str, ...], tmp_path: Path
+) -> None:
     """Every method and family, ragged batches whose rows end in different rounds, sampling, and a planted
     disagreement (see tests/shared_target_run.py)."""
     write_pairs(tmp_path, families, ranks)

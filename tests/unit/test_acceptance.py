@@ -157,7 +157,9 @@ def test_rejecting_among_selected_nodes_is_exact(shape: Tokens, nodes: int, seed
     ("shape", "nodes", "chains"),
     [((2,), 4, ((0, 1), (2,))), ((2, 2), 5, ((0, 1), (2,))), ((2, 3), 5, ((1, 2),)), ((2, 1), 8, ((0, 0), (1, 2)))],
 )
-def test_rejection_with_branches_is_exact(shape: Tokens, nodes: int, chains: tuple[Tokens, ...], seed: int) -> None:
+def test_rejecting_among_nodes_and_branches_is_exact(
+    shape: Tokens, nodes: int, chains: tuple[Tokens, ...], seed: int
+) -> None:
     """With a budget for some of both, and without one; branches are longer than the tree, or follow it."""
     p, q, branches = RandomLanguage(VOCAB, seed), RandomLanguage(VOCAB, seed + 1000), branches_of(*chains)
     check_exact(p, max(len(shape), len(chains[0])), selected_trees(q, shape, nodes, branches))
@@ -229,7 +231,9 @@ class LanguageDraft(LanguageModel):
 
 
 @pytest.mark.parametrize(("shape", "nodes"), [((2,), None), ((2, 2), None), ((2, 3), None), ((2, 3), 4)])
-def test_trees_follow_the_integrated_law(shape: Tokens, nodes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_trees_follow_the_law_that_was_integrated(
+    shape: Tokens, nodes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """50,000 drafted trees, whole or of `nodes` nodes, against sampling without replacement; chi-square at 1e-6."""
     q, count = RandomLanguage(VOCAB, 7, zeros=0.0), 50_000
     monkeypatch.setattr(tree_drafting, "new_decoder", lambda *_: LanguageDraft(q))
@@ -252,7 +256,7 @@ def test_trees_follow_the_integrated_law(shape: Tokens, nodes: int | None, monke
 CHECKS: dict[str, Callable[[int], None]] = {
     "tree": partial(test_rejecting_in_a_tree_sampled_without_replacement_is_exact, (2, 2)),
     "tree, budget": partial(test_rejecting_among_selected_nodes_is_exact, (2, 3), 4),
-    "tree, lookup": partial(test_rejection_with_branches_is_exact, (2, 2), 5, ((0, 1), (2,))),
+    "tree, lookup": partial(test_rejecting_among_nodes_and_branches_is_exact, (2, 2), 5, ((0, 1), (2,))),
     "tree, descend": partial(test_descending_any_tree_is_exact, (2, 2)),
     "tree, descend, budget": partial(test_descending_selected_nodes_is_exact, (2, 3), 4, None),
     **dict.fromkeys(("seq", "magicdec"), partial(test_a_sampled_chain_is_exact, 2)),

@@ -54,7 +54,9 @@ def test_commands_with_a_parser_of_their_own_get_all_arguments(command: str, gro
     assert CliRunner().invoke(console.app, [command, "--no_such_option"]).exit_code == 2
 
 
-def test_each_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str], tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str], tmp_path: Path
+) -> None:
     for given, part in (
         (["chat", f"{tmp_path}/none"], "no such folder"),
         (["generate", "none.csv"], "none.csv: no such file; if the text itself is the prompt, give it on stdin"),

@@ -108,7 +108,9 @@ def test_matrices_in_8_bits_come_back_within_half_a_step_of_their_row(tmp_path: 
 
 
 @pytest.mark.parametrize("form", ["pth", "hub", "file of the hub's folder", "saved pair"])
-def test_all_of_a_draft_returns_from_every_form(tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_that_belongs_to_a_draft_comes_back_from_every_form(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Weights, options, vocabulary list and target, also where the weight file alone is moved. A target of the same
     shape with other weights is reported; the same one says nothing, in any dtype."""
     options = DraftOptions(64, (1, 0), True)

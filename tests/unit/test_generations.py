@@ -213,7 +213,9 @@ def test_a_draft_without_its_marker_is_kept_unless_the_user_said_so(overwrite: b
     assert kept.exists() is not overwrite and step_of(tmp_path / "checkpoint-last") == 2
 
 
-def test_any_complete_draft_is_found_and_the_newest_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_complete_draft_is_found_and_the_newest_whole_one_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def newest() -> tuple[str, int]:
         folder, found = find_draft(tmp_path)  # type: ignore[misc]
         return folder.name, found.step

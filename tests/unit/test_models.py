@@ -161,7 +161,9 @@ def test_position_limit_counts_the_scaling() -> None:
         assert position_limit(config) == limit
 
 
-def test_targets_need_no_draft_and_load_one_if_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_without_a_draft_generates_and_a_draft_is_loaded_if_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = make_target(tmp_path / "target")
     logging.enable_progress_bar()
     capsys.readouterr()
@@ -251,7 +253,9 @@ def test_special_tokens_that_are_no_ids_are_one_line(tmp_path: Path) -> None:
             load_pair(str(target))
 
 
-def test_dtypes_are_own_and_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_dtype_is_the_targets_own_and_float32_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     config = tiny_config("llama", dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert choose_dtype("auto", config, torch.device("cuda")) == torch.float16

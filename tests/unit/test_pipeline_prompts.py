@@ -154,7 +154,9 @@ def test_the_trainer_reads_source_files_of_the_training_packages(
         write_prompts(settings, root)
 
 
-def test_user_prompts_are_split_by_text(target: TargetText, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_users_prompts_are_split_by_their_text(
+    target: TargetText, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Records of any form; their answers are not read, and longer prompts are left out and counted."""
     records = [{"messages": [{"role": "user", "content": f"question {number}?"}]} for number in range(60)]
     records += [{"source": f"asked {number}?", "target": "no"} for number in range(40)] + [{"source": "x" * 2000}]

@@ -55,7 +55,9 @@ def test_a_saved_pair_comes_back_whole(tmp_path: Path, family: str, tied: bool) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_pairs_are_targets_to_transformers(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_saved_pair_is_an_ordinary_target_for_transformers(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = saved_pair(tmp_path, family)
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").propagate = True

@@ -200,7 +200,9 @@ def logits_of(vocab: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
     ("vocab", "share", "teacher"),
     [*product([5], (0.0, 0.5, 1.0), [True]), (5, 0.0, False), (9001, 0.0, False), (9001, 0.5, True)],
 )
-def test_terms_equal_the_reference(vocab: int, share: float, teacher: bool, dtype: torch.dtype, device: str) -> None:
+def test_terms_and_gradient_equal_the_reference(
+    vocab: int, share: float, teacher: bool, dtype: torch.dtype, device: str
+) -> None:
     """Including labels in other parts of the vocabulary and outside the draft's."""
     logits = logits_of(vocab, dtype, device, seed=1)
     teacher_logits = logits_of(vocab, dtype, device, seed=2) if teacher else None

@@ -155,7 +155,9 @@ def test_the_same_contents_at_another_path_resume(work: Path, caplog: pytest.Log
     assert f"longspec bench {work}/elsewhere/target --draft {work}/out/checkpoint-last\n" in caplog.text
 
 
-def test_gguf_targets_keep_the_users_name(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_target_is_saved_and_resumed_by_the_users_name(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The converted folder exists on one machine only, so the run must resume with another cache."""
     pytest.importorskip("gguf")
     from gguf_files import write_gguf

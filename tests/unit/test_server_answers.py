@@ -30,8 +30,9 @@ def test_a_stop_string_ends_the_answer_and_the_row(client: TestClient, script: S
     assert chat(client, **HELLO, stop=["three!"])["choices"][0]["message"]["content"] == "one two three"
     # A special token is no part of the text, but a stop string can name it, with text around it.
     script.events = [said("one"), said("</s>"), said("<s>two"), Finished("length")]
-    found = {"</s>": "one", "e</s>": "on", "</s><s>t": "one", "<s>": "one", "</s>tw": "onetwo", "s": "onetwo"}
-    for stop, expected in found.items():
+    contents: dict[str | tuple[str, ...], str] = {"</s>": "one", "e</s>": "on", "</s><s>t": "one", "<s>": "one"}
+    contents |= {"</s>tw": "onetwo", "s": "onetwo", ("x</s>", "s"): "onetwo", ("o</s>", "tw"): "one"}
+    for stop, expected in contents.items():
         choice = chat(client, **HELLO, stop=stop)["choices"][0]
         assert choice["message"]["content"] == expected
         assert choice["finish_reason"] == ("length" if expected == "onetwo" else "stop")

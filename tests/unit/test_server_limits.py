@@ -51,7 +51,9 @@ def test_a_request_that_takes_too_long_gives_its_row_back(script: Script) -> Non
 
 
 @pytest.mark.parametrize("server_ends", [False, True])
-def test_clients_that_do_not_read_free_rows(script: Script, monkeypatch: pytest.MonkeyPatch, server_ends: bool) -> None:
+def test_a_client_that_does_not_read_gives_its_row_back(
+    script: Script, monkeypatch: pytest.MonkeyPatch, server_ends: bool
+) -> None:
     """At its deadline, and at the end of the server, which does not wait for it."""
     monkeypatch.setattr(longspec.inference.server.app, "LAST_EVENTS_S", 0.05)
     script.events, is_blocked = [said("a")], asyncio.Event()

@@ -92,7 +92,9 @@ def test_the_tree_is_that_of_our_own_engine(tmp_path: Path, family: str, listed:
 
 
 @torch.no_grad()
-def test_in_larger_batches_only_the_best_nodes_get_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_larger_batches_the_best_nodes_of_a_level_alone_get_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nodes 13 to 21 are the third level, 4 to 12 their possible parents."""
     assert [VerifySizes(5, 32, 4).most_read(batch) for batch in (1, 4, 8, 32)] == [16, 16, 8, 4]
     engine, _, drafter = both_drafters(tmp_path, "llama", None)

@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"RANK": "1"}, "RANK is '1' and WORLD_SIZE '1'"),
     ],
 )
-def test_a_wrong_environment_is_one_line(given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_of_no_launch_is_one_line(
+    given: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ALONE:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

@@ -126,7 +126,9 @@ def make_case(
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "nodes", "parts"), [([0, 48], 1, 100, 1), ([20], 1, 9, 3), ([95, 3], 2, 5, 5)]
 )
-def test_merging(lengths: list[int], kv_heads: int, nodes: int, parts: int, dtype: torch.dtype, device: str) -> None:
+def test_parts_are_merged(
+    lengths: list[int], kv_heads: int, nodes: int, parts: int, dtype: torch.dtype, device: str
+) -> None:
     """Empty parts, whose outputs are NaN, change nothing; a query that sees no key gets 0."""
     *case, mask, outs, lses = (x.to(device) for x in make_case(lengths, kv_heads, 2, nodes, 80, parts, dtype))
     mask[0, 2] = False

@@ -192,7 +192,9 @@ def plain_scores(model: Any, inputs: Any, config: TrainConfig, depth: int, rows:
     [("sinkpi-slicing", 5, []), ("base", 4, ["model.kv_layers=[0]", "model.target_feature=true"])],
 )
 @torch.no_grad()
-def test_metrics_equal_whole_logits(load: Any, one_rank: None, variant: str, depth: int, options: list[str]) -> None:
+def test_metrics_are_those_of_whole_logits(
+    load: Any, one_rank: None, variant: str, depth: int, options: list[str]
+) -> None:
     """All terms. The head prefers two common bytes, so that some chains are right and others wrong."""
     config = load(f"variant={variant}", "evaluation.rows=3", *options)
     inputs = read_inputs(config)

@@ -120,7 +120,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9
         (r'name: "evil/\x24{oc.env:SECRET}"', "interpolation"),
     ],
 )
-def test_configs_are_read_within_bounds(run: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_configuration_is_read_within_bounds(
+    run: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "hidden")
     monkeypatch.chdir(run)
     file = run / "training_config.yaml"
