@@ -15,6 +15,8 @@ from longspec.inference.server.errors import SERVER_STOPPED, ApiError
 logger = logging.getLogger(__name__)
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+POLL_S = 0.1
+"""Seconds between two looks for a second signal."""
 
 
 def is_loopback(host: str) -> bool:
@@ -67,9 +69,15 @@ def _note_end_of_drain(record: logging.LogRecord) -> bool:
 
 class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        # From Python 3.12 on, uvicorn's own shutdown waits for open connections even after a second signal. What is
+        # left of it then ends with the event loop, like the open requests.
+        ending = asyncio.create_task(super().shutdown(sockets))
+        while not ending.done() and not self.force_exit:
+            await asyncio.wait([ending], timeout=POLL_S)
         if self.force_exit and self.server_state.tasks:
             logger.warning("%d open requests are cancelled by a second signal", len(self.server_state.tasks))
+        if ending.done():
+            ending.result()
 
 
 def http_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
