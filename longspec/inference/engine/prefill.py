@@ -72,7 +72,7 @@ class PromptReader:
         starter: "DraftStarter | None" = None,
         captures_later: bool = False,
     ) -> None:
-        """largest: most tokens of a captured pass. starter: of the draft that reads the prompts, too. captures_later:
+        """largest: most tokens of a captured pass. starter: feeds what is read to the draft. captures_later:
         whether passes are captured once their size was read EAGER_PASSES times."""
         self.runner, self.cache = runner, cache
         capacity = cache.keys.shape[3]
