@@ -33,8 +33,6 @@ class Arm:
     """Values of the trainer's configuration for the first stage, by full key."""
     later_overrides: dict[str, Any] = field(default_factory=dict)
     """The same for the other stages, which start from a draft."""
-    micro_batch: int | None = None
-    """Largest number of rows per forward pass in any stage; None for that of the stage."""
     like: str | None = None
     """Arm whose fields above it has, with as many steps as take the seconds of the arm `seconds_of`."""
     seconds_of: str | None = None
@@ -101,10 +99,9 @@ def arm_settings(
     arm = comparison.arms[comparison.arms[name].like or name]
     stages = dict(settings.training.stages)
     for number, (key, stage) in enumerate(stages.items()):
-        limit = stage.micro_batch if arm.micro_batch is None else min(arm.micro_batch, stage.micro_batch)
         changes = arm.later_overrides if number else arm.overrides
         own_steps = steps[number] if steps else stage.steps
-        stages[key] = replace(stage, micro_batch=limit, steps=own_steps, overrides=stage.overrides | changes)
+        stages[key] = replace(stage, steps=own_steps, overrides=stage.overrides | changes)
     training = replace(
         settings.training, stages=stages, architecture=arm.architecture, architecture_options=arm.options
     )
