@@ -76,7 +76,7 @@ def write_results(
     measured = [baselines_folder(root), *root.glob("arms/*")]
     facts = next(read_json(file) for folder in measured if (file := evaluation_folder(folder) / FACTS).exists())
     missing = gaps(settings, comparison, root, seeds)
-    lead = [*([f"**Incomplete.** {missing}"] if missing else []), *opening(comparison, forced, decoded), ERRORS]
+    lead = [*opening(comparison, forced, decoded), *([f"**Incomplete.** {missing}"] if missing else []), ERRORS]
     page = folder / "README.md"
     write_tables(page, f"Drafts for {settings.target}", settings, command, facts, [PICTURE], tables, lead)
     kept = frame.drop(columns="token_ids").to_json(orient="records", lines=True)
