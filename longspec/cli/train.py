@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
-LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical")
-"""DeepSpeed's launcher. At other levels it repeats the whole command after the error that ended the run."""
+LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
+LAUNCHER_OPTIONS = ("--log_level", "critical")
+"""Options of DeepSpeed's launcher. At other levels it repeats the whole command after the error that ended the run."""
 HOSTFILE = Path("/job/hostfile")
 """The hosts of a launch, which DeepSpeed's launcher reads if the file exists."""
 COUNTED_BYTES = 2**30
@@ -54,12 +56,11 @@ def train(
     """Train a draft: check a configuration, print DeepSpeed's launch line for it and run it."""
     if options.include is not None and options.num_gpus is not None:
         raise UserError("--include, --num_gpus: give one of them")
-    line = [*LAUNCHER, *([] if options.num_gpus is None else gpu_options(options.num_gpus))]
+    arguments = [*LAUNCHER_OPTIONS, *([] if options.num_gpus is None else gpu_options(options.num_gpus))]
     for name in ("include", "master_port"):
         if (value := getattr(options, name)) is not None:
-            line += [f"--{name}", str(value)]
+            arguments += [f"--{name}", str(value)]
     trainer = trainer_line(config, overrides or [], options.config_dir)
-    line += trainer
     with extra("train"):
         from longspec.train.config import load_config
     ranks = known_ranks(options)
@@ -70,11 +71,29 @@ def train(
 
         check_start(settings)
         print(plan(settings, ranks))
-    print(shlex.join(line), flush=True)
+    print(shlex.join([*LAUNCHER, *arguments, *trainer]), flush=True)
     if not options.dry_run:
         if not on_gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it
-        os.execv(line[0], line)
+        run_launcher([*arguments, *trainer])
+
+
+def run_launcher(arguments: list[str]) -> None:
+    """Run DeepSpeed's launcher in this process, whose stop signals raise SystemExit instead of KeyboardInterrupt. Ranks
+    that it leaves get SIGTERM, and the function waits for them. Raises SystemExit if a rank fails."""
+    import psutil
+    from deepspeed.launcher.runner import main
+
+    try:
+        main(arguments)
+    finally:
+        launchers = psutil.Process().children()
+        ranks = [rank for launcher in launchers for rank in launcher.children()]
+        # Not to launch.py, which kills its ranks 30 s after a SIGTERM. It ends after them.
+        for process in ranks or launchers:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        psutil.wait_procs(launchers)
 
 
 def on_gpus() -> bool:

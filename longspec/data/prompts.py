@@ -109,7 +109,8 @@ def _prompts(record: Record) -> list[SourcePrompt]:
     for part in map(common_form_aligner(), split_pairs(record)):
         kind, prompt = part["kind"], part["prompt"]
         if prompt is None:
-            raise RecordError("text", "is plain text, without a prompt that a target could answer")
+            problem = "is plain text, without a prompt that a target could answer"
+            raise RecordError("text", f"{problem}; remove it next to a prompt, or leave this record out")
         if isinstance(prompt, str) and kind in CONTINUED_KINDS:
             prompts.append(SourcePrompt(part["id"], [], prompt))
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from longspec.cli.train import LAUNCHER, ROOT, gpu_options, trainer_line
+from longspec.cli.train import ROOT, trainer_line
 from longspec.errors import UserError
 from longspec.pipeline.settings import Settings
 from longspec.ranks.agreement import ALONE
@@ -67,10 +67,13 @@ def share_work(work: Callable[..., None], settings: Settings, root: Path, ranks:
 
 
 def launch_line(config: str, overrides: dict[str, Any], ranks: int) -> list[str]:
-    """The command that trains `config` with these overrides on `ranks` ranks: DeepSpeed's, on a free port. One rank
-    needs no launcher, whose two processes import torch first."""
-    start = [*LAUNCHER, *gpu_options(ranks), "--master_port", str(free_port())] if ranks > 1 else [sys.executable, "-u"]
-    return [*start, *trainer_line(config, hydra_overrides(overrides))]
+    """The command that trains `config` with these overrides on `ranks` ranks: `longspec train`, on a free port. One
+    rank needs no launcher, whose two processes import torch first."""
+    arguments = hydra_overrides(overrides)
+    if ranks == 1:
+        return [sys.executable, "-u", *trainer_line(config, arguments)]
+    options = ["--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return [sys.executable, "-m", "longspec", "train", *options, config, *arguments]
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:

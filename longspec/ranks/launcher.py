@@ -10,9 +10,9 @@ STARTED = "CROSS_RANK"
 
 
 class Launcher:
-    """DeepSpeed's `launch.py`, the parent of the ranks, and on a single host its parent, the `deepspeed` command.
+    """DeepSpeed's `launch.py`, the parent of the ranks, and on one host its parent, `deepspeed` or `longspec train`.
 
-    Both can be killed without a message to the ranks, because the command has no signal handlers. On several hosts a
+    Both can be killed without a message to the ranks, because `deepspeed` has no signal handlers. On several hosts a
     remote shell starts `launch.py`, and only `launch.py` is watched. A rank that was started otherwise watches nothing.
     """
 

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from training_fixtures import (
 )
 
 from longspec import load_pair
+from longspec.pipeline.processes import free_port
 from longspec.train.generations import find_latest
 
 pytestmark = pytest.mark.slow
@@ -105,6 +106,25 @@ def test_every_way_to_stop_a_launch_saves_and_ends_it(
     # The `deepspeed` command and W&B's own process may print tracebacks, in any order; ours may not.
     frames = re.findall(r'File "(.*?)"', log.read_text())
     assert not [frame for frame in frames if Path(frame).is_relative_to(ROOT / "longspec")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "stop"),
+    [(1, signal.SIGINT, os.killpg), (2, signal.SIGINT, os.killpg), (2, signal.SIGTERM, os.kill)],
+)
+def test_longspec_train_ends_with_what_was_saved(
+    ranks: int, number: int, stop: Callable[[int, int], None], work: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C reaches all processes, SIGTERM only the command. It ends after its ranks, without a traceback."""
+    output, log = tmp_path / "out", tmp_path / "log"
+    launch = ["--num_gpus", str(ranks), "--master_port", str(free_port())]
+    with running([sys.executable, "-m", "longspec", "train", *launch, TINY, *overrides(work, output)], log) as run:
+        wait_for_step(output, log)
+        stop(run.pid, number)
+        assert run.wait(timeout=LIMIT_S) == 128 + number and not session(run.pid)
+    *_, ours, last = log.read_text().splitlines()
+    assert ours.endswith(f": stopped after step {assert_saved(output)}; resume=latest goes on from there")
+    assert last == f"stopped by {signal.Signals(number).name}" and "Traceback" not in log.read_text()
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(work: Path, tmp_path: Path) -> None:

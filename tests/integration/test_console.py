@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from longspec.cli import output as console_output
 from longspec.cli import pair as pairs
 from longspec.cli.app import app
+from longspec.data.prompts import PromptFiles
+from longspec.data.record_fields import unread_fields
 from longspec.errors import UserError
 from longspec.inference.adaptive import time_cache
 from longspec.inference.detokenizer import printable
@@ -32,6 +34,19 @@ def invoke(*arguments: object, code: int = 0, **options: Any) -> Any:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_lines_are_plain_text_for_readers_of_records(target: Path, tmp_path: Path) -> None:
+    """They are the same with and without a chat format, so training names the prompts as not read."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "output.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    invoke("generate", prompts, "--model", target, "--max_new_tokens", 2, "--output", output)
+    answers = lines(output)
+    assert [unread_fields(line) for line in answers] == [{"index", "run", name} for name in ("prompt", "messages")]
+    with pytest.raises(UserError, match=r"line 1: field 'text' is plain text.* remove it next to a prompt"):
+        PromptFiles(str(output))
+    output.write_text("".join(json.dumps({**line, "text": None}) + "\n" for line in answers))
+    assert len(PromptFiles(str(output))) == 2
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ USED = {
 }
 """Extras that a module or a folder's modules may import; the tests may import those of `dev`, the rest none."""
 ON_DEMAND = {
+    "longspec/cli/train.py": ["train"],
     "longspec/kernels/triton/flash_attention.py": ["fa3"],
     "benchmarks/engine_runs.py": ["sglang"],
     "tests/sglang_run.py": ["sglang"],
