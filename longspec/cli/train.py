@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "trainer_base_ds_mul_fs_tp.py"
 CONFIGS = Path("conf", "exp")
 LAUNCH = "Launch"
-LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAUNCHER_OPTIONS = ("--log_level", "critical")
 """Options of DeepSpeed's launcher. At other levels it repeats the whole command after the error that ended the run."""
 HOSTFILE = Path("/job/hostfile")
@@ -71,7 +70,7 @@ def train(
 
         check_start(settings)
         print(plan(settings, ranks))
-    print(shlex.join([*LAUNCHER, *arguments, *trainer]), flush=True)
+    print(shlex.join([sys.executable, "-m", "deepspeed.launcher.runner", *arguments, *trainer]), flush=True)
     if not options.dry_run:
         if not on_gpus():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or each of the launcher's processes remarks it

@@ -110,7 +110,7 @@ def _prompts(record: Record) -> list[SourcePrompt]:
         kind, prompt = part["kind"], part["prompt"]
         if prompt is None:
             problem = "is plain text, without a prompt that a target could answer"
-            raise RecordError("text", f"{problem}; remove it next to a prompt, or leave this record out")
+            raise RecordError("text", f"{problem}; remove the field if the record also has a prompt, else the record")
         if isinstance(prompt, str) and kind in CONTINUED_KINDS:
             prompts.append(SourcePrompt(part["id"], [], prompt))
         else:

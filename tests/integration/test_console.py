@@ -43,7 +43,7 @@ def test_the_lines_are_plain_text_for_readers_of_records(target: Path, tmp_path:
     invoke("generate", prompts, "--model", target, "--max_new_tokens", 2, "--output", output)
     answers = lines(output)
     assert [unread_fields(line) for line in answers] == [{"index", "run", name} for name in ("prompt", "messages")]
-    with pytest.raises(UserError, match=r"line 1: field 'text' is plain text.* remove it next to a prompt"):
+    with pytest.raises(UserError, match=r"line 1: field 'text' is plain text.* remove the field if"):
         PromptFiles(str(output))
     output.write_text("".join(json.dumps({**line, "text": None}) + "\n" for line in answers))
     assert len(PromptFiles(str(output))) == 2
