@@ -135,6 +135,11 @@ class PromptRun:
         return {"index": number}
 
 
+def run_record(output: Path) -> Path:
+    """The file next to an output that names what determines its answers."""
+    return output.with_name(f"{output.name}.run")
+
+
 def answer_prompts(
     run: PromptRun, output: Path | None, overwrite: bool, summary: Path | None, stop: StopSignals, replicas: Replicas
 ) -> None:
@@ -150,7 +155,7 @@ def answer_prompts(
     results: Results | StdoutLines = StdoutLines(list(run.token_ids))
     if output is not None:
         path = output.absolute()  # a relative path has no folder of its own
-        record = path.with_name(f"{path.name}.run")
+        record = run_record(path)
         stored: Identity = {}
         with suppress(UserError):  # each line has the digest; the record only says what differs
             stored = read_json(record)

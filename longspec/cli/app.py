@@ -1,5 +1,6 @@
 """The command `longspec`. torch is not imported before a command needs it, so help and completion are fast."""
 
+import errno
 import importlib
 import os
 import sys
@@ -118,10 +119,18 @@ def main() -> None:
     sys.stdin = sys.stdin or TextIOWrapper(BytesIO())  # None if the caller closed it
     with StopSignals(at_once=True, note=""):
         try:
-            sys.exit(app(sys.argv[1:] or ["--help"], prog_name="longspec", standalone_mode=False))
+            status = app(sys.argv[1:] or ["--help"], prog_name="longspec", standalone_mode=False)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            sys.exit(status)
         except UsageError as error:
             message = " ".join(error.format_message().split()).rstrip(".")
             raise UserError(f"{message[:1].lower()}{message[1:]} (see --help)") from error
-        except BrokenPipeError:  # the reader of the output closed it, as `head` does
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+                raise
+            # What is left in the buffer would fail again at the end of the process.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(1) from None
+            if error.errno == errno.EPIPE:  # the reader of the output closed it, as `head` does
+                raise SystemExit(1) from None
+            raise UserError(f"the output cannot be written ({error.strerror})") from error

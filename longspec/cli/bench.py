@@ -59,7 +59,7 @@ def bench(
     source = source.named(pair)
     sampling = SamplingOptions(options.temperature, max_new_tokens=options.max_new_tokens, token_options=token_options)
     if options.prompts is not None and not Path(options.prompts).is_file():
-        raise UserError(f"--prompts {options.prompts}: no such file")
+        raise UserError(f"--prompts {options.prompts}: not a file")
     asked = read_prompts(DEFAULT_PROMPTS if options.prompts is None else [options.prompts])
     # vanilla, because a pair without a draft can be compared, too; `compare` gives each method by name.
     with loading(source.model):

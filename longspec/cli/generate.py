@@ -63,7 +63,7 @@ def generate(
     Above temperature 0, the default method is tree (vanilla on a CPU), so that a seed repeats the answers on any number
     of ranks.
     """
-    from longspec.cli.answers import PromptRun, answer_prompts
+    from longspec.cli.answers import PromptRun, answer_prompts, run_record
     from longspec.cli.output import check_folder
     from longspec.cli.pair import SamplingOptions, open_pair
     from longspec.cli.prompts import Prompt, read_prompts
@@ -77,7 +77,7 @@ def generate(
         output, arguments = options.output, drafting.arguments(method.method, prompts or [])
 
         def read() -> tuple[list[Prompt], SamplingOptions]:
-            check_folder(options.json_file, "--json", [*(prompts or []), output])
+            check_folder(options.json_file, "--json", [*(prompts or []), output, output and run_record(output)])
             sampling = SamplingOptions(
                 **vars(shape), max_new_tokens=options.max_new_tokens, token_options=token_options
             )

@@ -61,7 +61,7 @@ class PairOptions:
         """The options, with the pair of the positional argument. Raises UserError if --model names one, too."""
         if pair is not None and self.model is not None:
             raise UserError(f"{pair}, --model {self.model}: give the pair once")
-        return replace(self, model=pair or self.model)
+        return replace(self, model=self.model if pair is None else pair)
 
 
 @dataclass(frozen=True)

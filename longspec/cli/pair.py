@@ -118,7 +118,7 @@ def open_pair(
     target's generation config that the command applies; a note on stderr names the others that would change answers.
     None if it ignores the config on request. Raises UserError.
     """
-    name = source.model or SMOLLM2
+    name = SMOLLM2 if source.model is None else source.model
     transformers.utils.logging.disable_progress_bar()
     model, tokenizer = load_pair(
         name, source.draft, source.dtype, source.device, chat_template_kwargs=source.chat_template_kwargs

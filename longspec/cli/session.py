@@ -152,11 +152,11 @@ class Session:
         """Keep the text of a file for the next message. Raises UserError if it is not a text file that fits."""
         if not name:
             raise UserError("/file needs the path of a text file")
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # Path's own raises for an unknown user
         with suppress(ValueError):
             # Terminals quote the path of a file that is dropped into them.
             if not os.path.exists(path) and len(words := shlex.split(name)) == 1:
-                path = Path(words[0]).expanduser()
+                path = Path(os.path.expanduser(words[0]))
         # Reading a pipe or a device may never end.
         if "\0" in name or (os.path.exists(path) and not os.path.isfile(path)):
             raise UserError(f"/file {name}: not a file")

@@ -20,6 +20,8 @@ EMBEDDED_DRAFTS = {SMOLLM2: "smollm2-135m-instruct", QWEN_CODER: "qwen2.5-coder-
 def choose_pair(name: str | None, draft: str | None = None) -> Pair:
     """A pair by its name, or by the hub id, folder or GGUF file (which is converted) of its target; None for the
     embedded pair. draft: replaces the pair's own; without it, a published target by its hub id has none."""
+    if name == "":
+        raise UserError("--model: empty; give a pair's name, a folder, a GGUF file or a hub id, or leave it out")
     if draft == "":
         raise UserError("--draft: empty; give a .pth file, a folder or a hub id, or leave it out")
     if name is None or name in PAIRS:

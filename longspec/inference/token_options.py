@@ -101,7 +101,7 @@ def with_word_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     ids: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str) or not word.strip() or word.encode(errors="replace").decode() != word:
-            raise UserError(f"bad_words: {word!r}; give texts in UTF-8 that are not empty")
+            raise UserError(f"bad_words: {word!r}; give texts in UTF-8 that are not blank")
         for text in (word.lstrip(), f" {word.lstrip()}"):
             if own := tokenizer(text, add_special_tokens=False)["input_ids"]:
                 ids[tuple(own)] = None

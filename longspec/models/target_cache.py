@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from longspec.errors import UserError, first_line
+from longspec.errors import UserError, os_errors
 from longspec.models.packaged_targets import PACKAGED, check_reachable
 from longspec.replacing import replacing
 from longspec.user_cache import user_cache
@@ -79,7 +79,7 @@ def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> 
     parts: the file, or consecutive parts of it. stem: start of the folder's name. expected: the file's SHA-256, in hex;
     the parts are read only if they must be converted. Safe to call from several processes at once. Raises UserError.
     """
-    try:
+    with os_errors(f"{parts[0]}: cannot be converted into {user_cache('targets')}"):
         version = CONVERSION if expected is None else PACKAGED_CONVERSION
         folder = _folder(stem, expected or _digest(parts), version)
         if folder.is_dir():
@@ -90,9 +90,6 @@ def converted(parts: Sequence[Path], stem: str, expected: str | None = None) -> 
                 if expected is not None and (digest := _digest(parts)) != expected:
                     raise UserError(f"{parts[0]}: damaged (its SHA-256 is {digest}, not {expected}); install it again")
                 _convert(parts, folder)
-    except OSError as error:
-        problem = f"cannot be converted into {user_cache('targets')} ({first_line(error)})"
-        raise UserError(f"{parts[0]}: {problem}") from error
     return folder
 
 

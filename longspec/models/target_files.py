@@ -61,7 +61,7 @@ def checked_dtype(value: str | torch.dtype) -> str | torch.dtype:
         return "auto"
     dtype = value if isinstance(value, torch.dtype) else getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f"torch_dtype: {value!r} is not a floating-point dtype; use auto, float32, float16 or bfloat16")
+        raise UserError(f"dtype: {value!r} is not a floating-point dtype; use auto, float32, float16 or bfloat16")
     return dtype
 
 

@@ -257,7 +257,12 @@ def ask() -> None:
     """End the process unless the user agrees. Raises UserError without a terminal."""
     if not sys.stdin.isatty():
         raise UserError("give --yes to start without a terminal")
-    if input("start? [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        agreed = input("start? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        agreed = False
+    if not agreed:
         raise SystemExit(1)
 
 

@@ -80,6 +80,7 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
     problems = {"none.txt": "cannot be read (No such file", "image.png": "not UTF-8 text", ".": "not a file"}
     for name, problem in problems.items():
         assert f"error: /file {tmp_path}/{name}: {problem}" in said(session, f"/file {tmp_path}/{name}")
+    assert "error: /file ~nobody here: cannot be read" in said(session, "/file ~nobody here")
     for line in ("/clear", "/Quit"):  # one that does not exist is told and not sent
         assert f"error: no command {line}; use /file, /stats, /reset, /help, /quit\n" in said(session, line)
     assert "error: /stats takes no argument\n" in said(session, "/stats now")

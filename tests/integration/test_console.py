@@ -80,8 +80,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(target: Path, tmp_path
         error = invoke(*given, "--output", other, code=1).exception
         assert str(error) == f"--output {other}: not a file; leave the option out to write to stdout"
     reads = "the command also reads or writes this file; give another one"
-    for name, problem in ((tmp_path, "a folder; give a file"), (prompts, reads)):
-        assert str(invoke(*given, "--json", name, code=1).exception) == f"--json {name}: {problem}"
+    record = cut.with_name(f"{cut.name}.run")
+    for name, problem in ((tmp_path, "a folder; give a file"), (prompts, reads), (record, reads)):
+        assert str(invoke(*given, "--output", cut, "--json", name, code=1).exception) == f"--json {name}: {problem}"
     assert lines(cut)[1]["id"] == "p9"
 
 

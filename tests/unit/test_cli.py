@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 from pairs import save_target
@@ -20,6 +21,7 @@ from longspec.command_line import DTYPES
 from longspec.errors import UserError
 from longspec.inference.methods import AUTO, METHODS
 from longspec.models.target_split import rank_folder
+from longspec.pipeline.run import ask
 
 TINY = "tiny_glide_stage1_sinkpi-slicing"
 COMMANDS = ("chat", "generate", "serve", "bench", "evaluate", "regenerate", "train", "extract", "split")
@@ -38,6 +40,22 @@ def test_help_imports_no_torch() -> None:
     shown = subprocess.check_output([sys.executable, "-m", "longspec", "--help"], cwd=ROOT, text=True)
     assert all(name in shown for name in COMMANDS)
     subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, check=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "longspec", "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: the output cannot be written (No space left on device)\n")
+
+
+def test_the_end_of_the_input_agrees_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-D where `longspec draft` asks whether to start."""
+    monkeypatch.setattr(sys, "stdin", Mock(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
+    with pytest.raises(SystemExit, match="1"):
+        ask()
 
 
 def test_the_options_name_what_there_is() -> None:

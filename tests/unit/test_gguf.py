@@ -18,6 +18,7 @@ from gguf_files import write_gguf
 from huggingface_hub import save_torch_state_dict
 from pairs import FAMILIES
 from real_tokenizers import sentencepiece_model
+from safetensors import SafetensorError
 from tiny_tokenizer import byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -182,10 +183,12 @@ def test_files_that_are_no_target_are_one_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="not a GGUF file"):
         resolve_target(str(file))
     write_gguf(file)
-    with monkeypatch.context() as patch:
-        patch.setattr("longspec.models.gguf._write_weights", Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
-            resolve_target(str(file))
+    # As Python and as safetensors report it.
+    for full in (OSError(28, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")):
+        with monkeypatch.context() as patch:
+            patch.setattr("longspec.models.gguf._write_weights", Mock(side_effect=full))
+            with pytest.raises(UserError, match=r"cannot be converted into .*No space left"):
+                resolve_target(str(file))
     assert not list(user_cache("targets").glob("*.unfinished"))
     raw = file.read_bytes()
     for length in (6, 2000, len(raw) - 1000):

@@ -189,6 +189,8 @@ def test_published_and_embedded_drafts_are_found(tmp_path: Path, monkeypatch: py
         assert (pair.target, pair.draft) == (f"folder of {name}", str(tmp_path / folder))
         assert registry.choose_pair(name, "mine").draft == "mine"
     assert registry.choose_pair(None) == registry.choose_pair("smollm2-135m")
+    with pytest.raises(UserError, match=r"^--model: empty"):
+        registry.choose_pair("")
     assert list(registry.PUBLISHED_PAIRS) == ["vicuna7b", "vicuna13b", "longchat7b", "longchat13b", "llama8b", "qwq"]
     assert registry.choose_pair("llama8b").draft == "sail/longspec-Llama-3-8B-Instruct-262k"
 

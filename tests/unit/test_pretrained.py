@@ -170,7 +170,7 @@ def test_dtype_is_the_files_unless_given(tmp_path: Path) -> None:
         ({"window": 0}, "window"),
         ({"window": "many"}, "window"),
         ({"kv_layers": [2]}, "the draft's kv_layers contain layer 2, but this target of 3 layers"),
-        ({"dtype": "flaot16"}, "torch_dtype: 'flaot16' is not"),
+        ({"dtype": "flaot16"}, "^dtype: 'flaot16' is not"),
         ({"device_map": "nowhere"}, "nowhere"),
     ],
 )

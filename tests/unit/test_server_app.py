@@ -45,7 +45,7 @@ def test_a_request_reaches_the_scheduler_with_all_its_settings(client: TestClien
         ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
         ({"bad_words_ids": [[VOCAB_SIZE]]}, "bad_words_ids", "the vocabulary has"),
-        ({"bad_words": [" "]}, "bad_words", "not empty"),
+        ({"bad_words": [" "]}, "bad_words", "not blank"),
         ({"min_tokens": -1}, "min_new_tokens", "from 0 to"),
         ({"echo": True}, "echo", "not supported"),
         ({"longspec": {"\ud800": 0.1}}, None, "Invalid JSON"),
