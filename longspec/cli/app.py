@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,10 +128,12 @@ def main() -> None:
             message = " ".join(error.format_message().split()).rstrip(".")
             raise UserError(f"{message[:1].lower()}{message[1:]} (see --help)") from error
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            if error.errno not in (errno.EPIPE, errno.ENOSPC) or sys.stdout is None:
                 raise
+            with suppress(OSError):
+                sys.stdout.flush()  # complete, unless it is the output that failed
             # What is left in the buffer would fail again at the end of the process.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.EPIPE:  # the reader of the output closed it, as `head` does
                 raise SystemExit(1) from None
-            raise UserError(f"the output cannot be written ({error.strerror})") from error
+            raise UserError(f"the output or a file cannot be written ({error.strerror})") from error

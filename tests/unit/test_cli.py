@@ -47,7 +47,8 @@ def test_an_output_that_cannot_be_written_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "longspec", "--help"]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: the output cannot be written (No space left on device)\n")
+    problem = "error: the output or a file cannot be written (No space left on device)\n"
+    assert (done.returncode, done.stderr) == (2, problem)
 
 
 def test_the_end_of_the_input_agrees_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
