@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from attention_reference import attention_with_lse
 from torch import Tensor
 
-from longspec.kernels.training import varlen_flash
+from longspec.kernels.training import torch_flash
 from longspec.kernels.training.segments import BLOCK, Segments
 
 
@@ -35,6 +35,18 @@ def block_mask(segments: Segments) -> Tensor:
     return (number[:, None] == number[None]) & earlier
 
 
+def steps_mask(segments: Segments, steps: int, window: int) -> Tensor:
+    """bool [N, steps · N]: the keys of each step that the queries of the last step of training-time test see."""
+    offsets, number = _offsets(segments)
+    distance = offsets[:, None] - offsets[None]
+    same, back = number[:, None] == number[None], steps - 1
+    first = (distance >= back) & (distance <= window) & (offsets[None] > 0)
+    if not back:
+        first |= (distance == 0) & (offsets[None] == 0)  # the first token sees itself
+    later = [distance == back - step for step in range(1, steps)]
+    return torch.cat([same & seen for seen in (first, *later)], 1)
+
+
 def _offsets(segments: Segments) -> tuple[Tensor, Tensor]:
     """Offset of each token in its segment and the number of its segment, both LongTensor [N]."""
     lengths = torch.tensor(segments.lengths)
@@ -56,7 +68,7 @@ def _visible(query_bounds: list[int], key_bounds: list[int], reach: int) -> Tens
 
 def _scores(q: Tensor, k: Tensor, segments: Segments, scale: float, reach: int = -1) -> Tensor:
     """Scores [H, N, keys], -inf where a key is invisible."""
-    queries, keys, longest, most_keys = varlen_flash._sizes(segments)
+    queries, keys, longest, most_keys = torch_flash._sizes(segments)
     assert queries.dtype == keys.dtype == torch.int32
     assert longest == queries.diff().max() and most_keys == keys.diff().max()
     mask = _visible(queries.tolist(), keys.tolist(), reach)
@@ -65,7 +77,7 @@ def _scores(q: Tensor, k: Tensor, segments: Segments, scale: float, reach: int =
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    """`varlen_flash._forward`."""
+    """`torch_flash._forward`."""
     scores = _scores(q, k, *call)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the kernel's LSE of a query without keys
@@ -76,7 +88,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, 
 def flash_backward(
     upstream: Tensor, saved: tuple[Tensor, ...], segments: Segments, scale: float, reach: int = -1
 ) -> tuple[Tensor, ...]:
-    """`varlen_flash._backward` by FlashAttention's published formulas, from the `out` and `lse` that are passed."""
+    """`torch_flash._backward` by FlashAttention's published formulas, from the `out` and `lse` that are passed."""
     q, k, v, out, lse, *state = saved
     assert lse.is_contiguous() and len(state) == 2
     group = q.shape[1] // k.shape[1]

@@ -15,24 +15,20 @@ is the lag s.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from longspec.errors import UserError
+from longspec.kernels.training.varlen_torch import flattened
 from longspec.models.draft import Draft, Reads, TrainingPass
 from longspec.models.draft_layer import DraftSelfAttention, head_dim
 from longspec.models.eagle3_options import PUBLISHED_NAMES, Eagle3Options, published_config, published_options
 
 STEP_DECAY = 0.8
 """Weight of the loss of a step relative to that of the step before."""
-CHUNK = 1024
-"""Queries per call of attention in training. Backward recomputes the calls of a row that has several."""
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -178,53 +174,20 @@ class Eagle3Draft(Draft):
         rope = self.rotary[0](given.embeddings, (given.positions - 1).clamp(min=0))
         embeddings = self.embed(given.tokens, given.embeddings)
         states = self.fuse(given.target.layer_inputs)
-        attention, keys, values, predicted = self.midlayer.self_attn, [], [], []
+        attention, predicted = self.midlayer.self_attn, []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for _ in range(max(int(own.max()) for own in by_token)):
             # The first token of a segment has no state before it.
             before = states.roll(1, 1).masked_fill((offsets == 0)[..., None], 0)
             residual, x = self.inputs(embeddings, before)
-            k, v = attention.keys_values(x, rope)
-            keys.append(k)
-            values.append(v)
-            states, normed = self.outputs(residual, self._attend(attention.queries(x, rope), keys, values, offsets))
+            for part, new in zip((keys, values), attention.keys_values(x, rope), strict=True):
+                part.append(flattened(new))
+            queries, scale = flattened(attention.queries(x, rope)), attention.head_dim**-0.5
+            heads = given.attention.steps(queries, keys, values, given.segments, scale, self.window)
+            states, normed = self.outputs(residual, heads.unflatten(0, shape).transpose(1, 2))
             predicted.append(normed)
         return [_at_lags(predicted, own) for own in by_token]
-
-    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], offsets: Tensor) -> Tensor:
-        """Attention of the newest step, [B, H, T, D]. keys, values: those of each step so far, [B, K, T, D]."""
-        # Copies of the lists, which later steps extend.
-        attend = partial(_attend_chunk, q, [*keys], [*values], offsets, self.window)
-        starts = range(0, q.shape[2], CHUNK)
-        # Backward would keep the copies of keys and values of each chunk.
-        recomputes = torch.is_grad_enabled() and len(starts) > 1
-        call = partial(checkpoint, attend, use_reentrant=False) if recomputes else attend
-        return torch.cat([call(start) for start in starts], 2)
-
-
-def _attend_chunk(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], offsets: Tensor, window: int, start: int
-) -> Tensor:
-    """Attention of the queries start … start + CHUNK - 1. offsets: LongTensor [B, T], of each token in its segment."""
-    back = len(keys) - 1  # of the newest key of step 1
-    end, reach = min(start + CHUNK, q.shape[2]), offsets[:, start : start + CHUNK, None]
-    query = torch.arange(start, end, device=q.device)[:, None]
-
-    def span(first: int, last: int) -> tuple[slice, Tensor]:
-        """The keys first … last - 1, and how far each of them is before each query."""
-        first = max(0, first)
-        return slice(first, max(first, last)), query - torch.arange(first, max(first, last), device=q.device)
-
-    prefix, distance = span(start - back - window, end - back)
-    # The first token of a segment has no key; the query there sees itself, so that its softmax is defined.
-    seen = (distance >= back) & (distance <= window) & ((distance < reach) | (distance == 0))
-    spans, masks = [prefix], [seen]
-    for step in range(1, back + 1):  # one key of each later step
-        own, distance = span(start - back + step, end - back + step)
-        spans.append(own)
-        masks.append((distance == back - step) & (distance <= reach))
-    parts = ([x[:, :, own] for x, own in zip(part, spans, strict=True)] for part in (keys, values))
-    k, v = (torch.cat(part, 2).repeat_interleave(q.shape[1] // keys[0].shape[1], 1) for part in parts)
-    return F.scaled_dot_product_attention(q[:, :, start:end], k, v, attn_mask=torch.cat(masks, 2)[:, None])
 
 
 def _at_lags(predicted: Sequence[Tensor], lags: Tensor) -> Tensor:

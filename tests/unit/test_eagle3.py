@@ -76,7 +76,7 @@ def test_tree_logits_equal_training_logits_along_each_path(
 @torch.no_grad()
 def test_packed_segments_do_not_see_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments in a row of several chunks, at two lags, give the logits of each segment alone."""
-    monkeypatch.setattr("longspec.models.eagle3.CHUNK", 7)
+    monkeypatch.setattr("longspec.kernels.training.varlen_torch.CHUNK", 7)
     model = published_pair(tmp_path, window=12)
     first, second = random_tokens(9), random_tokens(23)
     logits = lambda hidden, *_: model.draft_model.lm_head(hidden)[0]  # noqa: E731
@@ -92,7 +92,7 @@ def test_gradients_do_not_depend_on_the_chunks(tmp_path: Path, monkeypatch: pyte
     tokens = random_tokens(2, 20)
     gradients = []
     for chunk in (64, 7):
-        monkeypatch.setattr("longspec.models.eagle3.CHUNK", chunk)
+        monkeypatch.setattr("longspec.kernels.training.varlen_torch.CHUNK", chunk)
         lags = torch.arange(1, 5)[:, None].expand(-1, 2)
         loss = lambda hidden, *_: model.draft_model.lm_head(hidden).logsumexp(-1).sum()  # noqa: E731
         losses = training_pass(model, tokens, lags, loss, rows=2)

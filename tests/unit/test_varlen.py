@@ -10,7 +10,7 @@ import torch
 import training_reference as reference
 from torch import Tensor
 
-from longspec.kernels.training import varlen_flash
+from longspec.kernels.training import torch_flash, varlen_flash
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import FlashAttention, training_attention
 from longspec.kernels.training.varlen_torch import TorchAttention
@@ -22,10 +22,14 @@ def segments_of(lengths: list[int], lags: list[int] | None = None, device: str =
     return Segments([0, *accumulate(lengths)], torch.device(device), lags)
 
 
-def make_inputs(lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> list[Tensor]:
+def make_inputs(
+    lengths: list[int], heads: int = 4, kv_heads: int = 2, head_dim: int = 16, steps: int = 1
+) -> list[Tensor]:
+    """q, k and v; k and v of `steps` steps after each other."""
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = sum(lengths)
-    return [torch.randn(tokens, h, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads)]
+    shapes = (tokens, heads), (steps * tokens, kv_heads), (steps * tokens, kv_heads)
+    return [torch.randn(*shape, head_dim, generator=generator) for shape in shapes]
 
 
 def attention_of(q: Tensor) -> TorchAttention:
@@ -36,8 +40,8 @@ def attention_of(q: Tensor) -> TorchAttention:
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[TorchAttention, str]:
     """An attention and its device. On the CPU dense attention stands in for FlashAttention's kernels."""
     if request.param == "flash":
-        monkeypatch.setattr(varlen_flash, "_forward", reference.flash_forward)
-        monkeypatch.setattr(varlen_flash, "_backward", reference.flash_backward)
+        monkeypatch.setattr(torch_flash, "_forward", reference.flash_forward)
+        monkeypatch.setattr(torch_flash, "_backward", reference.flash_backward)
         return varlen_flash.FlashAttention(False), "cpu"
     device = "cuda" if request.param == "cuda" else "cpu"
     return attention_of(torch.empty(1, 1, 16, device=device)), device
@@ -104,6 +108,24 @@ def test_block_attention_equals_dense_attention(lengths: list[int], attention: t
     )
 
 
+@pytest.mark.parametrize("window", [10**6, 16, 1])
+@pytest.mark.parametrize("lengths", [[1, 3, 4, 5, 70], [9, 33], [600, 2, 257], [3, 2]])
+def test_steps_of_training_time_test_equal_dense_attention(
+    lengths: list[int], window: int, attention: tuple[TorchAttention, str]
+) -> None:
+    """The keys of later steps count as further keys; segments and windows shorter than the steps."""
+    attend, device = attention
+    segments = segments_of(lengths, device=device)
+    for steps in (1, 2, 5):
+        mask = reference.steps_mask(segments_of(lengths), steps, window)
+        check(
+            make_inputs(lengths, steps=steps),
+            lambda q, k, v, n=steps: attend.steps(q, k.chunk(n), v.chunk(n), segments, 0.3, window),
+            lambda q, k, v, m=mask: reference.dense_attention(q, k, v, m, 0.3),
+            device,
+        )
+
+
 def test_torchs_kernel_is_called_with_its_schema() -> None:
     """On meta tensors: the operations exist, take these arguments and return tensors of the expected shapes."""
     lengths = [30, 4, 50]
@@ -113,16 +135,16 @@ def test_torchs_kernel_is_called_with_its_schema() -> None:
     segments.keys = segments.keys._replace(bounds=segments.keys.bounds.to("meta"))  # type: ignore[misc]
     k, v = k[: len(segments.keys.rows)], v[: len(segments.keys.rows)]
     for reach in (-1, 16):
-        out, lse, *state = varlen_flash._forward(q, k, v, segments, 0.3, reach)
+        out, lse, *state = torch_flash._forward(q, k, v, segments, 0.3, reach)
         assert out.shape == q.shape and lse.shape == (q.shape[1], len(q))
-        dq, dk, _ = varlen_flash._backward(out, (q, k, v, out, lse, *state), segments, 0.3, reach)
+        dq, dk, _ = torch_flash._backward(out, (q, k, v, out, lse, *state), segments, 0.3, reach)
         assert dq.shape == q.shape and dk.shape == k.shape
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 40)])
 def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
-    """Values and gradients; lags longer than their segments; the first blocks of the block pattern."""
+    """Values and gradients; lags longer than their segments; first blocks; steps of training-time test."""
     agree = partial(agree_on_gpu, dtype=dtype, head_dim=head_dim)
     lengths, lags = [700, 64, 3, 1300, 1], [5, 1, 4, 2, 3]
     for window, lag in [(None, None), (None, lags), (512, None)]:
@@ -133,6 +155,13 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
     segments = segments_of(lengths, device="cuda")
     mask = reference.block_mask(segments_of(lengths))
     agree(lengths, mask, lambda q, k, v: attention_of(q).block(q, k, v, segments, 0.125), learn=1)
+    for steps, window in ((1, 4096), (3, 4096), (5, 512)):
+        mask = reference.steps_mask(segments_of(lengths), steps, window)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, n: int = steps, window: int = window) -> Tensor:
+            return attention_of(q).steps(q, k.chunk(n), v.chunk(n), segments, 0.125, window)
+
+        agree(lengths, mask, attend, steps=steps)
     with torch.no_grad():  # the target's pass
         inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
         got = attention_of(inputs[0].cuda()).varlen(*(x.cuda() for x in inputs), segments, 0.125)
@@ -142,10 +171,16 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def agree_on_gpu(
-    lengths: list[int], mask: Tensor, attend: Callable[..., Tensor], dtype: torch.dtype, head_dim: int, learn: int = 3
+    lengths: list[int],
+    mask: Tensor,
+    attend: Callable[..., Tensor],
+    dtype: torch.dtype,
+    head_dim: int,
+    learn: int = 3,
+    steps: int = 1,
 ) -> None:
     """learn: how many of q, k, v have a gradient."""
-    inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim)]
+    inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim, steps)]
     exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     leaves = [x.cuda().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     expected, got = reference.dense_attention(*exact, mask, 0.125), attend(*leaves)
@@ -167,6 +202,8 @@ def test_the_host_does_not_wait_for_the_device() -> None:
     try:
         attention_of(q).varlen(q, k, v, segments_of(lengths, [3, 1, 2], "cuda"), 0.125).sum().backward()
         attention_of(q).varlen(q, k, v, segments_of(lengths, device="cuda"), 0.125, window=512).sum().backward()
+        steps = [k, k, k], [v, v, v]
+        attention_of(q).steps(q, *steps, segments_of(lengths, device="cuda"), 0.125, 512).sum().backward()
         frozen = k.detach(), v.detach()
         attention_of(q).block(q, *frozen, segments_of(lengths, device="cuda"), 0.125).sum().backward()
     finally:

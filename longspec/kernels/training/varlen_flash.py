@@ -9,7 +9,7 @@ of CONTRIBUTING.md; N counts flattened tokens, M segments.
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from longspec.errors import UserError, first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
+from longspec.kernels.training.torch_flash import Near, TorchFlash, merged, visible
 from longspec.kernels.training.varlen_torch import TorchAttention
 
 logger = logging.getLogger(__name__)
@@ -103,15 +104,40 @@ class FlashAttention(TorchAttention):
         # FlashAttention counts the window back from the newest visible key, which is `lag` back.
         reach = -1 if window is None else window - segments.lags[0]
         if flash is None:
-            return _TorchFlash.apply(q, *_visible(k, v, segments), segments, scale, reach)
+            return TorchFlash.apply(q, *visible(k, v, segments), segments, scale, reach)
         return _run(flash, q, k, v, segments, scale, reach)
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         segments.check(len(q))
-        lagging = segments.all_lagging(BLOCK)
+        lagging, offsets = segments.all_lagging(BLOCK), segments.offsets
         if not lagging.keys.longest:
             return super().block(q, k, v, segments, scale)
-        return _BlockFlash.apply(q, k, v, lagging, scale)
+        # Far keys are at a distance of BLOCK or more. The key at a shorter distance is visible if it is in an earlier
+        # block.
+        seen = ((offsets % BLOCK < distance) & (offsets >= BLOCK) for distance in range(1, BLOCK))
+        near = [Near(k, v, distance, own) for distance, own in enumerate(seen, start=1)]
+        return merged(q, k, v, near, lagging, scale)
+
+    def steps(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        segments: Segments,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        segments.check(len(q))
+        back, offsets = len(keys) - 1, segments.offsets
+        # Row i of the far keys is that of token i + 1, which drops the first token of each segment.
+        lagging = segments.all_lagging(back + 1)
+        if not lagging.keys.longest or window < back:
+            return super().steps(q, keys, values, segments, scale, window)
+        near = [] if back else [Near(keys[0], values[0], 0, offsets == 0)]
+        for step in range(1, back + 1):
+            near.append(Near(keys[step], values[step], back - step, offsets >= back - step))
+        reach = -1 if window >= segments.longest else window - back
+        return merged(q, keys[0].roll(-1, 0), values[0].roll(-1, 0), near, lagging, scale, reach)
 
 
 def _run(
@@ -119,7 +145,7 @@ def _run(
 ) -> Tensor:
     """A call of flash-attn; each query sees its newest visible key and the `reach` keys before it (-1: all)."""
     keys = segments.keys
-    k, v = _visible(k, v, segments)
+    k, v = visible(k, v, segments)
     out = flash(
         q,
         k,
@@ -133,13 +159,6 @@ def _run(
         window_size=(reach, -1 if reach < 0 else 0),
     )
     return out[0] if isinstance(out, tuple) else out
-
-
-def _visible(k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The keys and values that some query sees. With a lag, the last ones of each segment are dropped, so that the ends
-    of queries and keys align."""
-    rows = segments.keys.rows
-    return (k, v) if rows is None else (k.index_select(0, rows), v.index_select(0, rows))
 
 
 def installed_flash_attention() -> str | None:
@@ -162,121 +181,3 @@ def _forward_only(device: torch.device) -> Callable[..., Any] | None:
     except (ImportError, OSError) as error:
         logger.warning("%s does not load with this torch: %s", FORWARD_MODULE, first_line(error))
         return None
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int = -1
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FlashAttention-2 as torch builds it, with segments and windows, which scaled_dot_product_attention does not pass.
-
-    k, v: the visible keys; reach as in `_run`. Returns the output [N, H, D], the natural-log LSE, fp32 [H, N], +inf for
-    a query that sees no key, and two tensors for `_backward`.
-    """
-    dropout, causal, return_debug_mask = 0.0, True, False
-    inputs = (q, k, v, *_sizes(segments), dropout, causal, return_debug_mask)
-    return torch.ops.aten._flash_attention_forward(*inputs, **_options(scale, reach))[:4]
-
-
-def _backward(
-    upstream: Tensor, saved: Sequence[Tensor], segments: Segments, scale: float, reach: int = -1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, where the weight of a key is exp(score - lse) and `out` is the output of all keys.
-
-    saved: q, k, v, out, lse and the two tensors from `_forward`.
-    """
-    dropout, causal = 0.0, True
-    inputs = (upstream.contiguous(), *saved[:5], *_sizes(segments), dropout, causal, *saved[5:])
-    return torch.ops.aten._flash_attention_backward(*inputs, **_options(scale, reach))
-
-
-def _sizes(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    return segments.query_bounds, segments.keys.bounds, segments.longest, segments.keys.longest
-
-
-def _options(scale: float, reach: int) -> dict[str, Any]:
-    left, right = (None, None) if reach < 0 else (reach, 0)
-    return {"scale": scale, "window_size_left": left, "window_size_right": right}
-
-
-class _TorchFlash(torch.autograd.Function):
-    """`_forward` with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, reach: int) -> Tensor:
-        out, lse, *state = _forward(q, k, v, segments, scale, reach)
-        ctx.save_for_backward(q, k, v, out, lse, *state)
-        ctx.call = segments, scale, reach
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_backward(upstream, ctx.saved_tensors, *ctx.call), None, None, None
-
-
-class _BlockFlash(torch.autograd.Function):
-    """GLIDE's block pattern without a mask, as two parts that are merged by their log-sum-exp.
-
-    Far keys, at a distance of BLOCK or more, are one causal call with a lag. Near keys are the visible ones at the
-    distances 1 … BLOCK - 1, at most one per distance; plain torch operations add them.
-
-    Keys and values are the frozen target's, so only the queries have a gradient. In backward the weight of a key is
-    exp(score - lse) with the LSE of the whole, so each part computes its gradient from the `out` and `lse` of the
-    whole, as the parts of ring attention do (arXiv 2310.01889):
-        ds_ij = w_ij * (do_i . v_j - do_i . o_i) * scale,  dq_i = sum_j ds_ij * k_j
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        far, far_lse, *state = _forward(q, *_visible(k, v, segments), segments, scale)
-
-        # LSE per part, [BLOCK, N, H]. The first block of a segment sees no key: its LSE is +inf, so all weights are 0.
-        sees_any = (segments.offsets >= BLOCK)[:, None]
-        near = [scores for _, scores in _near_scores(q, k, segments.offsets, scale)]
-        parts = torch.stack([far_lse.T.masked_fill(~sees_any, -torch.inf), *near])
-        lse = parts.logsumexp(0).masked_fill(~sees_any, torch.inf)
-
-        weights = (parts - lse).exp()[..., None]
-        out = weights[0] * far
-        # Key i - distance of query i is at row i after a roll; rows that wrap around have weight 0.
-        for distance, weight in enumerate(weights[1:], start=1):
-            out += _per_query_head(v.roll(distance, 0), q) * weight
-        out = out.to(q.dtype)
-
-        ctx.save_for_backward(q, k, v, out, lse.T.contiguous(), *state)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if any(ctx.needs_input_grad[1:3]):
-            raise NotImplementedError(
-                "block attention has no gradient of keys and values, which are the frozen target's"
-            )
-        q, k, v, out, lse, *state = ctx.saved_tensors
-        segments, scale = ctx.segments, ctx.scale
-        saved = (q, *_visible(k, v, segments), out, lse, *state)
-        dq = _backward(upstream, saved, segments, scale)[0].to(lse.dtype)
-        wide = upstream.to(lse.dtype)
-        mean = (wide * out).sum(-1)  # do . o
-        for distance, scores in _near_scores(q, k, segments.offsets, scale):
-            weight = (scores - lse.T).exp()
-            near_k = _per_query_head(k.roll(distance, 0), q)
-            near_v = _per_query_head(v.roll(distance, 0), q)
-            dq += (weight * ((wide * near_v).sum(-1) - mean) * scale)[..., None] * near_k
-        return dq.to(q.dtype), None, None, None, None
-
-
-def _near_scores(q: Tensor, k: Tensor, offsets: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
-    """Each distance 1 … BLOCK - 1 and the scores [N, H] of the keys at that distance, in fp32 or wider. The key at that
-    distance is visible to the query at offset i if it is in an earlier block, i % BLOCK < distance, and the query is
-    not in the first block. Other scores are -inf."""
-    wide = q.to(torch.promote_types(q.dtype, torch.float32))
-    for distance in range(1, BLOCK):
-        scores = (wide * _per_query_head(k.roll(distance, 0), q)).sum(-1) * scale
-        visible = (offsets % BLOCK < distance) & (offsets >= BLOCK)
-        yield distance, scores.masked_fill(~visible[:, None], -torch.inf)
-
-
-def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """[N, K, D] -> [N, H, D]: the KV head of each query head."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

@@ -37,6 +37,36 @@ class TorchAttention:
         # block" becomes "key block <= query block".
         return _run(q, k, v, segments.all_lagging(BLOCK), scale, block=BLOCK)
 
+    def steps(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        segments: Segments,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        """The newest step s of EAGLE-3's training-time test. keys, values: those of each step so far, [N, K, D] each.
+
+        The query at offset i of a segment sees the keys of step 1 at offsets max(1, i - window) … i - s + 1, and of
+        each later step m that at offset i - s + m, if there is one. In step 1 the query at offset 0, the first token,
+        sees its own key. Errors as in `varlen`."""
+        segments.check(len(q))
+        outputs = [q[:0]]
+        # Split once, because the gradient of each slice is as large as that of the whole.
+        parts = zip(*(x.split(segments.lengths) for x in (q, *keys, *values)), strict=True)
+        for queries, *others in parts:
+            seen, shown = (
+                [_repeat_heads(x.transpose(0, 1)[None], q.shape[1]) for x in part]
+                for part in (others[: len(keys)], others[len(keys) :])
+            )
+            attend = partial(_attend_steps, queries.transpose(0, 1)[None], seen, shown, scale, window)
+            starts = range(0, len(queries), CHUNK)
+            if torch.is_grad_enabled() and len(starts) > 1:  # else the keys and values of each chunk are kept
+                attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+            outputs.append(torch.cat([attend(start) for start in starts], 2)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None = None, block: int = 1
@@ -89,6 +119,32 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, reach: int | None, bl
     return torch.cat(chunks, 2)
 
 
+def _attend_steps(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, window: int, start: int
+) -> Tensor:
+    """`TorchAttention.steps` for the queries start … start + CHUNK - 1 of a segment; [1, H, T, D] each."""
+    back = len(keys) - 1  # of the newest key of step 1
+    end = min(start + CHUNK, q.shape[2])
+    query = torch.arange(start, end, device=q.device)[:, None]
+
+    def span(first: int, last: int) -> tuple[slice, Tensor]:
+        """The keys first … last - 1, and how far each of them is before each query."""
+        first = max(0, first)
+        last = max(first, last)
+        return slice(first, last), query - torch.arange(first, last, device=q.device)
+
+    first, distance = span(start - window, end - back)
+    spans = [first]
+    # The first token has no key in step 1. Its query sees itself, so that the softmax is defined.
+    masks = [(distance >= back) & (distance <= window) & ((distance < query) | (distance == 0))]
+    for step in range(1, back + 1):  # one key of each later step
+        own, distance = span(start - back + step, end - back + step)
+        spans.append(own)
+        masks.append(distance == back - step)
+    k, v = (torch.cat([x[:, :, own] for x, own in zip(part, spans, strict=True)], 2) for part in (keys, values))
+    return F.scaled_dot_product_attention(q[:, :, start:end], k, v, attn_mask=torch.cat(masks, 1), scale=scale)
+
+
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[1, K, T, D] -> [1, heads, T, D]. With grouped heads torch would compute dense scores outside of flash-attn."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -96,5 +152,9 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
 
 def on_flat(attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a varlen attention on tensors [B, H, T, D]; it takes flattened tokens [B·T, H, D]."""
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return attention(*flat).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    return attention(*map(flattened, (q, k, v))).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+def flattened(x: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B·T, H, D]"""
+    return x.transpose(1, 2).flatten(0, 1)
