@@ -51,7 +51,7 @@ class Comparison:
     forced: list[MethodSettings] = field(default_factory=list)
     """Teacher-forced methods, measured with each seed."""
     decoding: list[MethodSettings] = field(default_factory=list)
-    """Methods that decode for the time per round, with the drafts of the first seed; not those of arms with `like`."""
+    """Methods that decode for the time per round, with the drafts of the first seed (see `decoded_arms`)."""
     jobs_per_gpu: int = 1
     """Trainings and teacher-forced measurements that share a GPU. Whatever is timed has a GPU to itself."""
 
@@ -181,8 +181,13 @@ def timed_arms(comparison: Comparison) -> set[str]:
 
 
 def decoded_arms(comparison: Comparison, names: Iterable[str]) -> list[str]:
-    """Those of the arms whose rounds are timed. A round of an arm with `like` takes as long as one of that arm."""
-    return [name for name in names if comparison.arms[name].like is None]
+    """Those of the arms whose rounds are timed: of several that differ in their training alone, the first one."""
+    chosen: dict[str, str] = {}
+    for name in names:
+        arm = comparison.arms[comparison.arms[name].like or name]
+        model = {key: value for key, value in arm.overrides.items() if key.startswith("model.")}
+        chosen.setdefault(repr((arm.architecture, arm.options, model)), name)
+    return list(chosen.values())
 
 
 def equal_steps(settings: Settings, comparison: Comparison, root: Path, name: str, seed: int) -> list[int]:
