@@ -50,10 +50,11 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 def answer_files(root: Path, names: list[str], split: str) -> list[str]:
     """Absolute paths of the existing answer files of the runs `names`. Raises UserError if there are none.
 
-    Training reads a run as often as it is named; held-out files are listed once.
+    Training reads a run as often as it is named; held-out files are listed once. Arms link to the recipe's files, and
+    only the same path finds the cached tokens.
     """
     once = names if split == "train" else dict.fromkeys(names)
-    files = [answers_file(root, name, split).absolute() for name in once]
+    files = [answers_file(root, name, split).resolve() for name in once]
     if not (existing := [str(file) for file in files if file.exists()]):
         raise UserError(f"{files[0]}: no such file; the target has not written it yet")
     return existing
@@ -63,7 +64,7 @@ def training_files(root: Path, stage: StageSettings) -> list[str]:
     """Absolute paths of a stage's training data. Records to replay are spread evenly over their run's file."""
     files = answer_files(root, stage.answers, "train")
     for name, count in stage.replay.items():
-        whole = answers_file(root, name, "train").absolute()
+        whole = answers_file(root, name, "train").resolve()
         part = whole.with_name(f"train-{count}.jsonl")
         if whole.exists():
             if not part.exists():  # a running stage may read it
