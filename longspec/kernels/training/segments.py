@@ -94,9 +94,12 @@ class Segments:
             return Keys(None, self.query_bounds, self.longest)
 
         bounds = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
-        starts = self.bounds[:-1]
-        rows = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        return Keys(upload(torch.cat(rows), self.device), upload(bounds, self.device), max(counts))
+        rows = (self._host_offsets() < self._by_token(counts)).nonzero().squeeze(1)
+        return Keys(upload(rows, self.device), upload(bounds, self.device), max(counts))
 
     def _host_offsets(self) -> Tensor:
-        return torch.cat([torch.arange(length) for length in self.lengths])
+        return torch.arange(self.bounds[-1]) - self._by_token(self.bounds[:-1])
+
+    def _by_token(self, values: Sequence[int]) -> Tensor:
+        """The value of each segment at each of its tokens, LongTensor [N] on the host."""
+        return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths))
