@@ -32,6 +32,8 @@ HELP = """\
 /quit       end the chat, as Ctrl-D does
 Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
+HUGE = 8
+"""Characters per token, far more than text has."""
 ROOM = 8
 """One in this number of the target's positions is kept for a message and its answer when a file is added."""
 COMMANDS = ", ".join(re.findall(r"^/\w+", HELP, re.MULTILINE))
@@ -164,11 +166,14 @@ class Session:
             content = path.read_bytes()
         text = decoded(content, f"/file {name}").strip()
         turns: list[Turn] = [*self.turns, {"role": "user", "content": "\n\n".join([*self.files, text])}]
-        tokens, prompt = self.pair.encode([text, turns])
         most = self.pair.positions - self.pair.positions // ROOM
+        fits = f"but at most {most} leave room for a message and its answer"
+        # The whole of a huge file would take long to tokenize.
+        if len(start := text[: HUGE * most]) < len(text) and (count := len(self.pair.encode([start])[0])) > most:
+            raise UserError(f"/file {name}: more than {count} tokens, {fits}")
+        tokens, prompt = self.pair.encode([text, turns])
         if len(prompt) > most:
-            problem = f"{len(tokens)} tokens; the conversation would have {len(prompt)}"
-            raise UserError(f"/file {name}: {problem}, but at most {most} leave room for a message and its answer")
+            raise UserError(f"/file {name}: {len(tokens)} tokens; the conversation would have {len(prompt)}, {fits}")
         self.files.append(text)
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline_fixtures import make_chat_target
 
 from experiments import jobs
-from experiments.arms import read_experiment
+from experiments.arms import read_experiment, share_text
 from experiments.comparison import read_comparison
 from longspec.errors import UserError
 from longspec.pipeline import training
@@ -22,7 +22,7 @@ from longspec.pipeline.files import answers_file, read_jsonl, settings_file, tra
 from longspec.pipeline.induction import layer_file
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch, launch_line, running
-from longspec.pipeline.settings import Settings, load_settings
+from longspec.pipeline.settings import Settings, StageSettings, load_settings
 from longspec.pipeline.training import batches, run_folder, stage_facts, train
 from longspec.replacing import write_atomically
 from longspec.signals import StopSignals
@@ -167,6 +167,13 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config and (config.loss, config.max_steps, config.draft_model_name_or_path) == ("distill", 3, None)
     assert config.data.files == [str(data)] and config.variant.name == "base"
     assert config.data.templates == templates and config.adam_betas == [0.5, 1e-7]
+
+
+def test_an_arm_names_the_files_of_the_recipe_under_whose_paths_the_cache_has_their_tokens(tmp_path: Path) -> None:
+    write_atomically(answers_file(tmp_path, "chat", "train"), "{}\n", make_folder=True)
+    share_text(tmp_path, tmp_path / "arm")
+    stage = StageSettings(config="any", answers=["chat"], replay={"chat": 1})
+    assert training_files(tmp_path / "arm", stage) == training_files(tmp_path, stage) != []
 
 
 def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
