@@ -181,7 +181,7 @@ def timed_arms(comparison: Comparison) -> set[str]:
 
 
 def decoded_arms(comparison: Comparison, names: Iterable[str]) -> list[str]:
-    """Those of the arms whose rounds are timed: of several that differ in their training alone, the first one."""
+    """Those of the arms whose rounds are timed. Of arms that differ only in training, it is the first one."""
     chosen: dict[str, str] = {}
     for name in names:
         arm = comparison.arms[comparison.arms[name].like or name]

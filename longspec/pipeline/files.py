@@ -50,8 +50,8 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 def answer_files(root: Path, names: list[str], split: str) -> list[str]:
     """Absolute paths of the existing answer files of the runs `names`. Raises UserError if there are none.
 
-    Training reads a run as often as it is named; held-out files are listed once. Arms link to the recipe's files, and
-    only the same path finds the cached tokens.
+    Training reads a run as often as it is named; held-out files are listed once. Links are resolved: arms read the
+    recipe's files through links, and cached tokens are found by path.
     """
     once = names if split == "train" else dict.fromkeys(names)
     files = [answers_file(root, name, split).resolve() for name in once]

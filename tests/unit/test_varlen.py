@@ -9,6 +9,7 @@ import pytest
 import torch
 import training_reference as reference
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longspec.kernels.training import torch_flash, varlen_flash
 from longspec.kernels.training.segments import Segments
@@ -47,18 +48,17 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return attention_of(torch.empty(1, 1, 16, device=device)), device
 
 
-def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str, learn: int = 3) -> None:
-    """`attend(q, k, v)` in fp32 on the device and its gradients equal `expected(q, k, v)` in fp64 on the CPU. learn:
-    how many of q, k, v have a gradient."""
-    exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
-    leaves = [x.clone().to(device).requires_grad_(number < learn) for number, x in enumerate(inputs)]
-    truth, got = expected(*exact), attend(*leaves)
+def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str) -> None:
+    """`attend(q, k, v)` in fp32, checkpointed, and its gradients equal `expected(q, k, v)` in fp64 on the CPU."""
+    exact = [x.double().requires_grad_() for x in inputs]
+    leaves = [x.clone().to(device).requires_grad_() for x in inputs]
+    truth, got = expected(*exact), checkpoint(attend, *leaves, use_reentrant=False)
     torch.testing.assert_close(got.cpu().double(), truth, atol=1e-5, rtol=1e-5)
 
     weight = torch.randn(truth.shape, generator=torch.Generator().manual_seed(9))
     (truth * weight).sum().backward()
     (got * weight.to(device)).sum().backward()
-    for leaf, exact_leaf in zip(leaves[:learn], exact, strict=False):
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: no query saw any key
         torch.testing.assert_close(gradient.cpu().double(), exact_leaf.grad, atol=1e-4, rtol=1e-4)
 
@@ -104,7 +104,6 @@ def test_block_attention_equals_dense_attention(lengths: list[int], attention: t
         lambda q, k, v: attend.block(q, k, v, segments, 0.3),
         lambda q, k, v: reference.dense_attention(q, k, v, reference.block_mask(cpu_segments), 0.3),
         device,
-        learn=1,
     )
 
 
@@ -124,6 +123,13 @@ def test_steps_of_training_time_test_equal_dense_attention(
             lambda q, k, v, m=mask: reference.dense_attention(q, k, v, m, 0.3),
             device,
         )
+
+
+def test_steps_of_other_head_sizes_than_flash_attention_takes_run_without_it() -> None:
+    for head_dim in (20, 264):
+        q, k, v = make_inputs([30], head_dim=head_dim)
+        call = q, [k], [v], segments_of([30]), 0.3, 8
+        assert torch.equal(FlashAttention(False).steps(*call), TorchAttention().steps(*call))
 
 
 def test_torchs_kernel_is_called_with_its_schema() -> None:
@@ -154,7 +160,7 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
         agree(lengths, mask, lambda q, k, v, s=segments, w=window: attention_of(q).varlen(q, k, v, s, 0.125, w))
     segments = segments_of(lengths, device="cuda")
     mask = reference.block_mask(segments_of(lengths))
-    agree(lengths, mask, lambda q, k, v: attention_of(q).block(q, k, v, segments, 0.125), learn=1)
+    agree(lengths, mask, lambda q, k, v: attention_of(q).block(q, k, v, segments, 0.125))
     for steps, window in ((1, 4096), (3, 4096), (5, 512)):
         mask = reference.steps_mask(segments_of(lengths), steps, window)
 
@@ -171,24 +177,17 @@ def test_half_precision_on_the_gpu(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def agree_on_gpu(
-    lengths: list[int],
-    mask: Tensor,
-    attend: Callable[..., Tensor],
-    dtype: torch.dtype,
-    head_dim: int,
-    learn: int = 3,
-    steps: int = 1,
+    lengths: list[int], mask: Tensor, attend: Callable[..., Tensor], dtype: torch.dtype, head_dim: int, steps: int = 1
 ) -> None:
-    """learn: how many of q, k, v have a gradient."""
     inputs = [x.to(dtype) for x in make_inputs(lengths, 8, 2, head_dim, steps)]
-    exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
-    leaves = [x.cuda().requires_grad_(number < learn) for number, x in enumerate(inputs)]
+    exact = [x.double().requires_grad_() for x in inputs]
+    leaves = [x.cuda().requires_grad_() for x in inputs]
     expected, got = reference.dense_attention(*exact, mask, 0.125), attend(*leaves)
     torch.testing.assert_close(got.cpu().double(), expected, atol=3e-2, rtol=3e-2)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     (expected * weight).sum().backward()
     (got * weight.cuda()).sum().backward()
-    for leaf, truth in zip(leaves[:learn], exact, strict=False):
+    for leaf, truth in zip(leaves, exact, strict=True):
         error = (leaf.grad.cpu().double() - truth.grad).norm() / truth.grad.norm()
         assert error < 2e-2, error
 

@@ -83,7 +83,7 @@ class Segments:
     def token_lags(self, lags: Tensor | None) -> Tensor:
         """The lag of each token, LongTensor [N] on the host. lags: LongTensor [M], those of the segments; None for the
         block pattern, where the newest visible key is the last of the previous block."""
-        return self._host_offsets() % BLOCK + 1 if lags is None else lags.repeat_interleave(torch.tensor(self.lengths))
+        return self._host_offsets() % BLOCK + 1 if lags is None else self._by_token(lags)
 
     @cached_property
     def keys(self) -> Keys:
@@ -100,6 +100,6 @@ class Segments:
     def _host_offsets(self) -> Tensor:
         return torch.arange(self.bounds[-1]) - self._by_token(self.bounds[:-1])
 
-    def _by_token(self, values: Sequence[int]) -> Tensor:
+    def _by_token(self, values: Sequence[int] | Tensor) -> Tensor:
         """The value of each segment at each of its tokens, LongTensor [N] on the host."""
-        return torch.tensor(values).repeat_interleave(torch.tensor(self.lengths))
+        return torch.as_tensor(values).repeat_interleave(torch.tensor(self.lengths))

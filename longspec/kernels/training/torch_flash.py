@@ -43,7 +43,7 @@ class Near(NamedTuple):
     v: Tensor
     distance: int
     seen: Tensor
-    """Whether each query sees its key, bool [N]."""
+    """Whether each query sees its key, bool [N]; not so for the first `distance` queries of a segment."""
 
 
 def merged(
@@ -88,7 +88,8 @@ class _MergedFlash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, near = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        tensors = ctx.saved_tensors  # read once: under gradient checkpointing a second read fails
+        saved, near = tensors[:7], tensors[7:]
         q, _, _, out, lse, *_ = saved
         dq, dk, dv = _backward(upstream, saved, *ctx.call)
         wide_q, wide, dq = q.to(lse.dtype), upstream.to(lse.dtype), dq.to(lse.dtype)
@@ -99,7 +100,7 @@ class _MergedFlash(torch.autograd.Function):
             k, v = (_per_query_head(x.roll(distance, 0), q) for x in (key, value))
             ds = (weight * ((wide * v).sum(-1) - mean) * ctx.call[1])[..., None]
             dq += ds * k
-            if ctx.needs_input_grad[1]:
+            if any(ctx.needs_input_grad[1:]):
                 own = (ds * wide_q, weight[..., None] * wide)
                 gradients += [_per_key_head(x, key).roll(-distance, 0) for x in own]
             else:

@@ -131,7 +131,9 @@ class FlashAttention(TorchAttention):
         back, offsets = len(keys) - 1, segments.offsets
         # Row i of the far keys is that of token i + 1, which drops the first token of each segment.
         lagging = segments.all_lagging(back + 1)
-        if not lagging.keys.longest or window < back:
+        # A draft's heads may have another size than the target's.
+        fits = q.shape[2] <= MAX_HEAD_DIM and q.shape[2] % 8 == 0
+        if not fits or not lagging.keys.longest or window < back:
             return super().steps(q, keys, values, segments, scale, window)
         near = [] if back else [Near(keys[0], values[0], 0, offsets == 0)]
         for step in range(1, back + 1):

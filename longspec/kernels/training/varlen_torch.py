@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from longspec.kernels.training.segments import BLOCK, Segments
 
 CHUNK = 256
-"""Queries per chunk of attention with a window or with blocks."""
+"""Queries per chunk of attention with a window, with blocks or of a step of training-time test."""
 
 
 class TorchAttention:
@@ -46,23 +46,24 @@ class TorchAttention:
         scale: float,
         window: int,
     ) -> Tensor:
-        """The newest step s of EAGLE-3's training-time test. keys, values: those of each step so far, [N, K, D] each.
+        """Attention of the newest step s of EAGLE-3's training-time test. keys, values: [N, K, D] of each step so far.
 
-        The query at offset i of a segment sees the keys of step 1 at offsets max(1, i - window) … i - s + 1, and of
-        each later step m that at offset i - s + m, if there is one. In step 1 the query at offset 0, the first token,
-        sees its own key. Errors as in `varlen`."""
+        The query at offset i of a segment sees the keys of step 1 at offsets max(1, i - window) … i - s + 1, and one
+        key of each later step m: that at offset i - s + m, if this is not negative. In step 1 the query at offset 0
+        sees its own key. Returns [N, H, D]. Errors as in `varlen`."""
         segments.check(len(q))
         outputs = [q[:0]]
         # Split once, because the gradient of each slice is as large as that of the whole.
         parts = zip(*(x.split(segments.lengths) for x in (q, *keys, *values)), strict=True)
         for queries, *others in parts:
-            seen, shown = (
+            own_keys, own_values = (
                 [_repeat_heads(x.transpose(0, 1)[None], q.shape[1]) for x in part]
                 for part in (others[: len(keys)], others[len(keys) :])
             )
-            attend = partial(_attend_steps, queries.transpose(0, 1)[None], seen, shown, scale, window)
-            starts = range(0, len(queries), CHUNK)
-            if torch.is_grad_enabled() and len(starts) > 1:  # else the keys and values of each chunk are kept
+            attend = partial(_attend_steps, queries.transpose(0, 1)[None], own_keys, own_values, scale, window)
+            starts = range(0, max(1, len(queries)), CHUNK)
+            # Without this, backward would keep a copy of the keys and values of each chunk.
+            if torch.is_grad_enabled() and len(starts) > 1:
                 attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
             outputs.append(torch.cat([attend(start) for start in starts], 2)[0].transpose(0, 1))
         return torch.cat(outputs)
