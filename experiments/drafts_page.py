@@ -61,8 +61,8 @@ def write_results(
             acceptance_table(forced),
         ),
         "Decoding": (
-            "Drafts of the first seed, batch 1, one at a time on the GPU. `seq` drafts a chain. Arms that differ only in "
-            "training are timed once.",
+            "Drafts of the first seed, batch 1, one at a time on the GPU. `seq` drafts a chain. Arms that differ only "
+            "in training are timed once.",
             decoding_table(decoded),
         ),
         "Memory": ("Of a draft in bf16, at the longest context, batch 1.", memory_table(settings, comparison, root)),

@@ -119,13 +119,7 @@ class FlashAttention(TorchAttention):
         return merged(q, k, v, near, lagging, scale)
 
     def steps(
-        self,
-        q: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        segments: Segments,
-        scale: float,
-        window: int,
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], segments: Segments, scale: float, window: int
     ) -> Tensor:
         segments.check(len(q))
         back, offsets = len(keys) - 1, segments.offsets

@@ -38,13 +38,7 @@ class TorchAttention:
         return _run(q, k, v, segments.all_lagging(BLOCK), scale, block=BLOCK)
 
     def steps(
-        self,
-        q: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        segments: Segments,
-        scale: float,
-        window: int,
+        self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], segments: Segments, scale: float, window: int
     ) -> Tensor:
         """Attention of the newest step s of EAGLE-3's training-time test. keys, values: [N, K, D] of each step so far.
 
