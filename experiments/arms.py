@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.claims import Goal, Verdict, check_goal, goal_verdict, paper_claims
@@ -29,8 +29,8 @@ TEXT = ("prompts", "answers", "cache")
 class Experiment:
     """The section `experiment` of the settings."""
 
-    report: str = MISSING
-    """Folder of the results page."""
+    report: str | None = None
+    """Folder of the results page; None for `report` in the output folder."""
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Changes of stage 1 by name of the arm, which trains this stage only."""
     arm_prompts: int = 2
@@ -119,7 +119,7 @@ def arm_table(settings: Settings, experiment: Experiment, root: Path) -> pandas.
 
 def write_results(settings: Settings, experiment: Experiment, root: Path, command: str) -> None:
     """Write the page with goals, claims and arms, and the samples without their tokens."""
-    lines, folder = measured(root), Path(experiment.report)
+    lines, folder = measured(root), Path(experiment.report or root / "report")
     samples = Samples.of_lines(lines)
     goals = [goal_verdict(samples, goal) for goal in experiment.goals]
     claims = paper_claims(samples, arm_figures(experiment, root))
@@ -138,7 +138,7 @@ def write_results(settings: Settings, experiment: Experiment, root: Path, comman
             arm_table(settings, experiment, root),
         ),
     }
-    write_page(folder / "README.md", folder.name, settings, root, command, more)
+    write_page(folder / "README.md", Path(settings.target).name, settings, root, command, more)
     kept = ({name: value for name, value in line.items() if name != "token_ids"} for line in lines)
     write_atomically(folder / "samples.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
     print(f"report: {folder / 'README.md'}")

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from experiments.arms import read_section, share_text
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
@@ -14,7 +12,7 @@ from longspec.models.target_files import read_config
 from longspec.pipeline.cells import SampleFile
 from longspec.pipeline.evaluation import claim_samples, evaluation_folder, measure
 from longspec.pipeline.settings import FORCED, MethodSettings, Settings, check_settings
-from longspec.pipeline.training import check_trainer, is_finished, run_folder, stage_row, train
+from longspec.pipeline.training import check_begun, check_trainer, is_finished, run_folder, stage_row, train
 from longspec.ranks.replicas import Replicas
 from longspec.replacing import write_atomically
 
@@ -44,7 +42,8 @@ class Arm:
 class Comparison:
     """The section `experiment`."""
 
-    report: str = MISSING
+    report: str | None = None
+    """Folder of the results page; None for `report` in the output folder."""
     arms: dict[str, Arm] = field(default_factory=dict)
     baselines: list[MethodSettings] = field(default_factory=list)
     """Methods without a draft, measured once. Vanilla's greedy answers are those of the methods `forced`."""
@@ -107,6 +106,20 @@ def arm_settings(
     )
     evaluation = replace(settings.evaluation, methods=[*comparison.forced, *comparison.decoding], draft=None)
     return replace(settings, seed=seed, training=training, evaluation=evaluation, probes={})
+
+
+def check_unchanged(
+    settings: Settings, comparison: Comparison, root: Path, names: Sequence[str], seeds: Sequence[int]
+) -> None:
+    """Raise OtherSettings for arms that an earlier run began with other settings."""
+    for seed, own_names in runs(comparison, names, seeds):
+        for name in own_names:
+            try:
+                own = trained_settings(settings, comparison, root, name, seed)
+            except UserError:  # its steps are not known yet
+                continue
+            for stage in own.training.stages:
+                check_begun(stage, own, arm_folder(root, name, seed))
 
 
 def with_methods(settings: Settings, methods: list[MethodSettings]) -> Settings:

@@ -31,16 +31,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="*", metavar="NAME", help="arms to train, default: all; none: only the page")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     options = parser.parse_intermixed_args(argv)
+    if min(options.seeds) < 0:
+        raise UserError(f"--seeds {min(options.seeds)}: must be at least 0")
     with demo_extra():
-        from experiments.comparison import check_arms, read_comparison
+        from experiments.comparison import check_arms, check_unchanged, read_comparison
         from experiments.drafts_page import write_results
         from experiments.jobs import is_done, planned_jobs, run_jobs
         from longspec.locks import locked
         from longspec.pipeline.answers import CHAT
-        from longspec.pipeline.files import settings_file
+        from longspec.pipeline.files import run_settings
         from longspec.pipeline.run import steps_of
         from longspec.pipeline.settings import load_settings, settings_yaml
-        from longspec.replacing import write_atomically
 
     settings = load_settings(options.config, options.overrides)
     comparison = read_comparison(settings)
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = shlex.join(["python", "-m", "experiments.drafts", *(sys.argv[1:] if argv is None else argv)])
     write_page = partial(write_results, settings, comparison, root, sorted(set(options.seeds)), command)
     failed = []
-    with StopSignals(at_once=True), locked(root):
-        write_atomically(settings_file(root), settings_yaml(settings))
+    with StopSignals(at_once=True), locked(root), run_settings(root, settings_yaml(settings)):
+        check_unchanged(settings, comparison, root, chosen, options.seeds)
         if chosen:
             text = steps_of(settings, root)
             for step in (CHAT, "prompts", "answers"):

@@ -51,7 +51,7 @@ def write_results(
     usable = frame[~frame["loops"].astype(bool)]
     forced = usable[usable["shape"].notna()].astype({"read": int})
     decoded = usable[usable["shape"].isna()].dropna(subset=["decode_s"])
-    folder = Path(comparison.report)
+    folder = Path(comparison.report or root / "report")
     folder.mkdir(parents=True, exist_ok=True)
     tables = {
         "Acceptance against context": (
@@ -61,7 +61,7 @@ def write_results(
             acceptance_table(forced),
         ),
         "Decoding": (
-            "Drafts of the first seed, batch 1, one at a time on the GPU. `seq` drafts a chain. Arms that differ only "
+            "Drafts of the first seed, batch 1, one at a time. `seq` drafts a chain. Arms that differ only "
             "in training are timed once.",
             decoding_table(decoded),
         ),

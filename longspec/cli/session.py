@@ -32,8 +32,8 @@ HELP = """\
 /quit       end the chat, as Ctrl-D does
 Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
-HUGE = 8
-"""Characters per token, far more than text has."""
+MOST_BYTES = 32
+"""Bytes per token of the largest file that is read, far more than text has."""
 ROOM = 8
 """One in this number of the target's positions is kept for a message and its answer when a file is added."""
 COMMANDS = ", ".join(re.findall(r"^/\w+", HELP, re.MULTILINE))
@@ -162,15 +162,14 @@ class Session:
         # Reading a pipe or a device may never end.
         if "\0" in name or (os.path.exists(path) and not os.path.isfile(path)):
             raise UserError(f"/file {name}: not a file")
+        most = self.pair.positions - self.pair.positions // ROOM
+        fits = f"but at most {most} tokens leave room for a message and its answer"
         with os_errors(f"/file {name}: cannot be read"):
+            if (size := path.stat().st_size) > MOST_BYTES * most:
+                raise UserError(f"/file {name}: {size} bytes, {fits}")
             content = path.read_bytes()
         text = decoded(content, f"/file {name}").strip()
         turns: list[Turn] = [*self.turns, {"role": "user", "content": "\n\n".join([*self.files, text])}]
-        most = self.pair.positions - self.pair.positions // ROOM
-        fits = f"but at most {most} leave room for a message and its answer"
-        # The whole of a huge file would take long to tokenize.
-        if len(start := text[: HUGE * most]) < len(text) and (count := len(self.pair.encode([start])[0])) > most:
-            raise UserError(f"/file {name}: more than {count} tokens, {fits}")
         tokens, prompt = self.pair.encode([text, turns])
         if len(prompt) > most:
             raise UserError(f"/file {name}: {len(tokens)} tokens; the conversation would have {len(prompt)}, {fits}")

@@ -42,8 +42,8 @@ class Options:
     @classmethod
     def checked(cls, stated: Mapping[str, Any], prefix: str = "") -> Self:
         """Options from `stated`; a missing name has its default. prefix: precedes names in errors. Raises UserError."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(stated) - known):
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(stated) - set(known)):
             raise UserError(f"{prefix}{unknown[0]}: {cls.architecture} has no such option, only {', '.join(known)}")
         lists = {name: tuple(x) for name, x in stated.items() if isinstance(x, Sequence) and not isinstance(x, str)}
         try:
@@ -58,6 +58,9 @@ class Options:
 
     def check_target(self, config: Any, source: str) -> None:
         """Raise UserError unless the draft fits a target with `config`. source: name of the setting or the draft."""
+
+    def check_fresh(self, config: Any, source: str) -> None:
+        """Raise UserError unless a fresh draft can start for a target with `config`. source: name of the setting."""
 
     def entries(self) -> dict[str, Any]:
         """The entries for a draft's files, from which `checked` restores the options."""

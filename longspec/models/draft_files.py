@@ -197,7 +197,8 @@ def options_of(stated: Mapping[str, Any], prefix: str = "") -> Options:
     """Options by name, with the key `architecture`; a missing one has the published value. Raises UserError."""
     options = dict(stated)
     name = str(options.pop("architecture", GLIDE))
-    return draft_class(name, GlideDecoderLayer, f"{prefix}architecture").options_class.checked(options, prefix)
+    source = f"{prefix.removesuffix('architecture_options.')}architecture"
+    return draft_class(name, GlideDecoderLayer, source).options_class.checked(options, prefix)
 
 
 def asked_options(asked: Mapping[str, Any], glide_path: str | Path | None) -> Options:

@@ -63,6 +63,19 @@ class Eagle3Options(Options):
         if missing := [layer for layer in self.layers if layer >= config.num_hidden_layers]:
             most = config.num_hidden_layers - 1
             raise UserError(f"{source}: the draft reads layer {missing[0]}, but this target has the layers 0 … {most}")
+        own = self.config(config)
+        heads, kv_heads, size = own.num_attention_heads, own.num_key_value_heads, head_dim(own)
+        if heads % kv_heads:
+            raise UserError(f"{source}: {heads} attention heads are no multiple of {kv_heads} key-value heads")
+        if size % 2:
+            raise UserError(f"{source}: head_dim is {size}; rotary positions need an even number")
+
+    def check_fresh(self, config: Any, source: str) -> None:
+        if self.hidden_size not in (None, config.hidden_size):
+            raise UserError(
+                f"{source}.hidden_size: {self.hidden_size}; a fresh draft starts with the target's head, which has "
+                f"{config.hidden_size}; omit it"
+            )
 
     def target_layers(self, target: Any) -> tuple[int, ...]:
         """The layers whose inputs are fused, of a target with the configuration `target`."""

@@ -1,7 +1,8 @@
 """Paths in the output folder, and functions that read and write files."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def answers_file(root: Path, name: str, split: str) -> Path:
 
 class OtherSettings(UserError):
     """The settings differ from those that made a file."""
+
+
+@contextmanager
+def run_settings(root: Path, settings: str) -> Iterator[None]:
+    """Write the settings of a folder. OtherSettings in the context restores those that the folder had."""
+    file = settings_file(root)
+    before = file.read_text() if file.exists() else settings
+    write_atomically(file, settings)
+    try:
+        yield
+    except OtherSettings:
+        write_atomically(file, before)
+        raise
 
 
 def claim(file: Path, facts: dict[str, Any], added: Collection[str] = ()) -> None:

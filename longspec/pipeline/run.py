@@ -21,7 +21,7 @@ from longspec.pipeline.answers import CHAT, text_is_written, write_text
 from longspec.pipeline.cells import check_methods
 from longspec.pipeline.estimates import Estimate, Machine, Target, estimate, free_disk
 from longspec.pipeline.evaluation import evaluate, evaluation_folder, missing_samples
-from longspec.pipeline.files import OtherSettings, read_jsonl, settings_file
+from longspec.pipeline.files import read_jsonl, run_settings, settings_file
 from longspec.pipeline.induction import layer_file, write_layer
 from longspec.pipeline.probes import probe_file, write_probes
 from longspec.pipeline.prompts import prompts_are_written, write_prompts
@@ -32,7 +32,6 @@ from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import ROW, chosen_settings, evaluation_of
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import check_trainer, is_finished, run_folder, train
-from longspec.replacing import write_atomically
 
 HOURS, CONTEXTS, EVALUATION_HOURS = 0.5, 32768, 0.1
 """Default values of the options."""
@@ -81,15 +80,9 @@ def draft(options: argparse.Namespace, command: str) -> None:
         raise UserError(refusal)
     if not options.yes and not settings_file(root).exists():
         ask()
-    with locked(root):
-        file, page = settings_file(root), root / "report.md"
-        before = file.read_text() if file.exists() else settings_yaml(settings)
-        write_atomically(file, settings_yaml(settings))
-        try:
-            run_steps(steps, root, planned, done)
-        except OtherSettings:
-            write_atomically(file, before)  # with which the folder's run continues
-            raise
+    page = root / "report.md"
+    with locked(root), run_settings(root, settings_yaml(settings)):
+        run_steps(steps, root, planned, done)
         if settings.evaluation.draft is None:
             write_draft(settings, root)
         write_page(page, f"A draft for {settings.target}", settings, root, command, {})

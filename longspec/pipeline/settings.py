@@ -283,6 +283,8 @@ def check_settings(settings: Settings) -> None:
         for name in names:
             if name not in allowed:
                 raise UserError(f"config key {key}: no {name}; use {', '.join(allowed)}")
+    if settings.training.architecture == GLIDE and settings.training.architecture_options:
+        raise UserError("config key training.architecture_options: not for glide; give training.architecture, too")
     for name in reserved.keys() & settings.answers:
         raise UserError(f"config key answers.{name}: this name is reserved for {reserved[name]}")
     held_out = {"chat": settings.chat.validation, SOURCE: 0}

@@ -33,14 +33,10 @@ SHOWN = ("eval_acceptance_length", "eval_loss", "eval_top1_lag_1", "loss")
 
 def train(name: str, settings: Settings, root: Path) -> None:
     """Train a stage from the draft before it or a fresh one, or resume it. Raises UserError for other settings."""
-    stage, stages = settings.training.stages[name], list(settings.training.stages)
+    stage, stages = _chosen(name, settings, root), list(settings.training.stages)
     folder = run_folder(root, settings.seed) / name
     draft = None
-    if name == stages[0]:
-        layer = chosen_layer(root) if settings.training.choose_layer else {}
-        chosen = adopted(settings, root) | _architecture(settings.training)
-        stage = replace(stage, overrides=layer | stage.overrides | chosen)
-    else:
+    if name != stages[0]:
         draft = str((folder.parent / stages[stages.index(name) - 1] / CHECKPOINT).absolute())
     ranks, micro_batch, accumulation = batches(name, stage)
     overrides: dict[str, Any] = {
@@ -74,6 +70,23 @@ def train(name: str, settings: Settings, root: Path) -> None:
         times.write(f"{seconds:.1f}\n")
 
 
+def check_begun(name: str, settings: Settings, root: Path) -> None:
+    """Raise OtherSettings for a stage that was begun with other settings."""
+    file = run_folder(root, settings.seed) / name / FACTS
+    if file.exists():
+        claim(file, stage_facts(_chosen(name, settings, root), settings.seed))
+
+
+def _chosen(name: str, settings: Settings, root: Path) -> StageSettings:
+    """A stage; the first one with the architecture, and with the layer and the probes' values chosen for its draft."""
+    stage = settings.training.stages[name]
+    if name != next(iter(settings.training.stages)):
+        return stage
+    layer = chosen_layer(root) if settings.training.choose_layer else {}
+    given = layer | _architecture(settings.training) | stage.overrides
+    return replace(stage, overrides=given | adopted(settings, root))
+
+
 def check_trainer(
     settings: Settings, config: PreTrainedConfig, path: str, given: Mapping[str, Any] | None = None
 ) -> None:
@@ -88,10 +101,10 @@ def check_trainer(
         values: dict[str, Any] = {"data.files": [str(ROOT / TRAINER)], "evaluation.files": [__file__]}
         values |= {"model_name_or_path": path, "draft_model_name_or_path": "draft" if number else None}
         values |= {"data.max_length": stage.max_length, "max_steps": stage.steps, "resume": "latest"}
-        values |= {**(given or {}), **stage.overrides}
+        architecture = {} if number else _architecture(settings.training)
+        values |= {**(given or {}), **architecture, **stage.overrides}
         changes: dict[str, dict[str, Any]] = {f"training.stages.{name}.overrides": {}}
         if number == 0:
-            values |= _architecture(settings.training)
             for own, probe in settings.probes.items():
                 changes[f"probes.{own}.shared"] = probe.shared
                 for candidate, keys in probe.candidates.items():

@@ -19,6 +19,7 @@ from longspec.data.target_format import OWN_IDS, PUBLISHED_TARGETS, answer_end, 
 from longspec.data.tokenization import Tokenize
 from longspec.errors import UserError
 from longspec.models.draft_files import check_draft
+from longspec.models.draft_layer import GLIDE
 from longspec.models.draft_vocabulary import most_frequent
 from longspec.models.families import pair_class
 from longspec.models.target_files import generation_eos, load_tokenizer, position_limit, read_config
@@ -111,7 +112,11 @@ def check_fit(config: TrainConfig, target: PreTrainedConfig) -> None:
         raise UserError(
             f"config key data.max_length: {config.data.max_length} tokens do not fit the target's {positions} positions"
         )
-    config.model.draft_options.check_target(target, "config key model.kv_layers")
+    options = config.model.draft_options
+    source = f"config key model.{'kv_layers' if options.architecture == GLIDE else 'architecture_options'}"
+    options.check_target(target, source)
+    if config.draft_model_name_or_path is None:
+        options.check_fresh(target, source)
     if (size := config.model.draft_vocabulary) is not None and size >= target.vocab_size:
         raise UserError(
             f"config key model.draft_vocabulary: {size}, but the target has only {target.vocab_size} tokens; use "

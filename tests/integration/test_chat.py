@@ -92,7 +92,7 @@ def test_a_file_goes_with_the_next_message_and_only_commands_start_with_a_slash(
 def test_a_conversation_and_a_file_that_do_not_fit_are_told_so(target: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("x" * 3600)
     (tmp_path / "half.txt").write_text("x" * 2500)
-    (tmp_path / "huge.txt").write_text("x" * 30_000)
+    (tmp_path / "huge.txt").write_text("x" * 120_000)
     session = Session(opened(target), pairs.SamplingOptions(max_new_tokens=8), terminal())
     error = "error: the conversation has 4510 tokens, but the target takes 4096; start over with /reset"
     assert error in said(session, "x" * 4500)
@@ -101,9 +101,9 @@ def test_a_conversation_and_a_file_that_do_not_fit_are_told_so(target: Path, tmp
     assert session.turns == session.files == []
     output = said(session, f"/file {tmp_path}/long.txt", f"/file {tmp_path}/half.txt", f"/file {tmp_path}/half.txt")
     for name, tokens, together in (("long.txt", 3600, 3610), ("half.txt", 2500, 5012)):
-        problem = f"{tokens} tokens; the conversation would have {together}, but at most 3584 leave room"
+        problem = f"{tokens} tokens; the conversation would have {together}, but at most 3584 tokens leave room"
         assert f"error: /file {tmp_path}/{name}: {problem} for a message and its answer\n" in output
-    assert "huge.txt: more than 28672 tokens, but at most 3584 leave" in said(session, f"/file {tmp_path}/huge.txt")
+    assert "huge.txt: 120000 bytes, but at most 3584 tokens leave" in said(session, f"/file {tmp_path}/huge.txt")
     assert output.count("2500 tokens go with") == 1 and session.files == ["x" * 2500]
     assert "8 tokens, " in said(session, "hello")
 

@@ -141,7 +141,7 @@ def test_the_recipe_takes_more_epochs_of_less_data() -> None:
         ("model.kv_layers=[1.0]", "config key model.kv_layers.0: must be a valid integer, not 1.0"),
         ("adam_betas=0.9", "config key adam_betas: must be a valid list, not 0.9"),
         ("adam_betas=[0.9]", "config key adam_betas: List should have at least 2 items"),
-        ("resume=newest", "config key resume: must be 'latest' or None, not 'newest'"),
+        ("resume=newest", "config key resume: must be 'latest' or null, not 'newest'"),
         ("~wandb.mode", "config key wandb.mode: not set; give wandb.mode=VALUE"),
         ("loss=mse", "loss"),
         ("deepspeed=zero9", "config key deepspeed: no 'zero9'; there are: zero1"),

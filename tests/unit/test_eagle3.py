@@ -33,6 +33,7 @@ from longspec.models.draft_files import draft_settings
 from longspec.models.draft_saving import save_draft_file, save_draft_folder
 from longspec.models.eagle3 import Eagle3Draft
 from longspec.models.eagle3_options import Eagle3Options
+from longspec.models.target_files import read_config
 
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
 
@@ -255,6 +256,8 @@ def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> 
         ({"rope_scaling": 3}, "rope: must be a mapping"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "reads layer 3, but this target has the layers 0 … 2"),
         ({"norm_output": "yes"}, "norm_output: must be true or false"),
+        ({"num_key_value_heads": 3}, "no multiple of 3 key-value heads"),
+        ({"head_dim": 15}, "head_dim is 15; rotary positions need an even number"),
     ],
 )
 def test_drafts_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -266,6 +269,8 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="depth: eagle3 has no such option"):
         Eagle3Options.checked({"depth": 3})
     target = save_target(tmp_path, "llama")
+    with pytest.raises(UserError, match=r"model\.hidden_size: 65; a fresh draft starts with the target's head"):
+        Eagle3Options(hidden_size=65).check_fresh(read_config(target), "model")
     assert GLIDE["llama"].from_pretrained(target, architecture="eagle3", window=64).draft_model.window == 64
     draft = GLIDE["llama"].from_pretrained(target, architecture="eagle3", draft_vocabulary=[3, 1, 60]).draft_model
     head = load_file(target / "model.safetensors")["lm_head.weight"]

@@ -15,10 +15,10 @@ from pipeline_fixtures import make_chat_target
 
 from experiments import jobs
 from experiments.arms import read_experiment, share_text
-from experiments.comparison import read_comparison
+from experiments.comparison import arm_folder, check_unchanged, read_comparison
 from longspec.errors import UserError
 from longspec.pipeline import training
-from longspec.pipeline.files import answers_file, read_jsonl, settings_file, training_files
+from longspec.pipeline.files import answers_file, read_jsonl, run_settings, settings_file, training_files
 from longspec.pipeline.induction import layer_file
 from longspec.pipeline.probes import best_candidate, probe_table
 from longspec.pipeline.processes import launch, launch_line, running
@@ -44,6 +44,7 @@ def load(*overrides: str) -> Settings:
         ("prompts.contexts=[9,1]", r"prompts.contexts: must be \[shortest, longest\]"),
         ("code.packages=many", "code.packages"),
         ("training.architecture=eagle4", "training.architecture: no eagle4; use glide, eagle3"),
+        ("training.architecture_options.window=64", "options: not for glide; give training.architecture, too"),
         ("training.stages.stage1.answers=[chta]", "stages.stage1.answers: no chta; use chat, "),
         ("answers.source={prompts: [lcc], max_new_tokens: 1, batch_size: 1}", "reserved for code.train_files"),
         ("chat.train=-5", "key chat.train: -5; must be at least 0"),
@@ -176,14 +177,23 @@ def test_an_arm_names_the_files_of_the_recipe_under_whose_paths_the_cache_has_th
     assert training_files(tmp_path / "arm", stage) == training_files(tmp_path, stage) != []
 
 
+def test_an_arm_that_was_begun_with_other_settings_is_refused_before_the_run_is_changed(tmp_path: Path) -> None:
+    settings = load_settings(ROOT / "experiments" / "drafts_smollm2.yaml")
+    write_atomically(settings_file(tmp_path), "earlier")
+    facts = run_folder(arm_folder(tmp_path, "eagle3", 1), 1) / "stage1" / "settings.json"
+    write_atomically(facts, '{"steps": 1}', make_folder=True)
+    with pytest.raises(UserError, match="steps: 1 there, 640 here"), run_settings(tmp_path, "new"):
+        check_unchanged(settings, read_comparison(settings), tmp_path, ["glide-last", "eagle3"], [0, 1])
+    assert settings_file(tmp_path).read_text() == "earlier"
+
+
 def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
     comparison = read_comparison(load_settings(ROOT / "experiments" / "drafts_smollm2.yaml"))
     planned = jobs.planned_jobs(comparison, list(comparison.arms), [1, 0])
     assert all(set(job.after) <= set(planned[:number]) for number, job in enumerate(planned))
     timed, ready = [str(job) for job in planned if job.alone], [job.name for job in planned if not job.after]
     assert timed[:3] == ["training-glide-last-0", "training-eagle3-0", "baselines-target-0"]
-    decoded = [job.name for job in planned if job.work == jobs.DECODING]
-    assert sorted(decoded) == ["eagle3", "eagle3-window", "glide-18", "glide-last"]
+    assert len(timed) == 7 and "decoding-eagle3-0" in timed and "decoding-eagle3-window-0" in timed
     assert ready[4:] == ["eagle3-window", "eagle3-adamw"] and "training-eagle3-adamw-1" not in map(str, planned)
     alone, shared, start = jobs.Job("decoding", "a", 0, alone=True), jobs.Job("forced", "a", 0), jobs.next_start
     after = jobs.Job("forced", "b", 0, after=(alone,))
