@@ -85,7 +85,10 @@ def check_arms(
     for name in names:
         if name not in comparison.arms:
             raise UserError(f"--arms {name}: no such arm; use {', '.join(comparison.arms)}")
-        check_trainer(arm_settings(settings, comparison, name, 0), read_config(path), path)
+        try:
+            check_trainer(arm_settings(settings, comparison, name, 0), read_config(path), path)
+        except UserError as error:
+            raise UserError(f"arm {name}: {error}") from error
         for other in filter(None, (comparison.arms[name].like, comparison.arms[name].seconds_of)):
             if other not in names and seconds_per_step(settings, comparison, root, other, min(seeds)) is None:
                 raise UserError(f"--arms {name}: needs the seconds per step of {other}; name that arm, too")

@@ -118,7 +118,8 @@ def check_trainer(
                 if trained.max_steps is None:
                     raise UserError("config key max_steps: null; omit it for the number of the key steps")
             except UserError as error:
-                raise UserError(str(error).replace("config key ", f"config key {section}.", 1)) from error
+                problem = str(error).replace("config key ", f"config key {section}.", 1)
+                raise UserError(problem.replace(f"{section}.model.architecture", "training.architecture")) from error
             if number == 0 and not changed and settings.evaluation.draft is None:
                 check_methods(settings.evaluation, config.vocab_size, trained.model.draft_options.window)
 
