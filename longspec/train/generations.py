@@ -101,6 +101,11 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder.rename(folder.with_name(REMOVED)))
 
 
+def holds_run(output: Path) -> bool:
+    """Whether an output folder has a checkpoint, from which a run can resume."""
+    return bool(drafts(output) or states(output))
+
+
 def states(output: Path) -> list[Path]:
     """Folders with DeepSpeed state in an output folder, newest first, damaged or not."""
     # A staged state counts as soon as the staged draft has its marker.

@@ -7,6 +7,7 @@ vocabulary of 49,152 tokens they are its own.
 import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -21,6 +22,7 @@ from longspec.models.target_cache import resolve_target
 from longspec.models.target_files import read_config
 from longspec.ranks.agreement import launched_ranks
 from longspec.train.config_schema import TrainConfig
+from longspec.train.generations import holds_run
 from longspec.untrusted import read_yaml
 
 AUTO = "auto"
@@ -76,9 +78,9 @@ def set_auto_values(run: TrainConfig, keys: Sequence[str], ranks: int | None = N
     saved = run.saved_config
     folder = resolve_target(str(read_yaml(saved).get("model_name_or_path")) if saved else run.model_name_or_path)
     target = read_config(folder)
-    # A run that starts from a draft takes the draft's architecture.
-    has_draft = run.draft_model_name_or_path is not None or saved is not None
-    fresh = not has_draft and draft_of_pair(folder) is None
+    # A run that starts from a draft or resumes takes the draft's architecture.
+    has_draft = run.draft_model_name_or_path is not None or saved is not None or draft_of_pair(folder) is not None
+    fresh = not has_draft and not (run.resume and holds_run(Path(run.output_dir)))
     for key in keys:
         section, _, option = key.rpartition(".")
         setattr(attrgetter(section)(run) if section else run, option, auto_value(key, run, target, fresh, ranks))

@@ -24,7 +24,7 @@ from longspec.train.config_schema import TrainConfig
 from longspec.train.distributed import rank_zero_first, share_targets, start_ranks
 from longspec.train.engine import build_engine, build_pair
 from longspec.train.evaluation import evaluates_after, held_out_row_count
-from longspec.train.generations import DRAFTS, METRICS_NAME, drafts, states
+from longspec.train.generations import DRAFTS, METRICS_NAME, holds_run
 from longspec.train.inputs import fresh_vocabulary, read_inputs, read_pair
 from longspec.train.logging import logged_metrics, setup_logging
 from longspec.train.recipe import FEW_STEPS
@@ -117,7 +117,7 @@ def check_start(config: TrainConfig) -> None:
     if not Path(config.model_name_or_path).exists():
         return
     output = Path(config.output_dir)
-    is_resumed = config.resume is not None and bool(drafts(output) or states(output))
+    is_resumed = config.resume is not None and holds_run(output)
     draft = None if is_resumed else config.draft_model_name_or_path
     config = with_draft_options(config, None, draft)
     target = resolve_target(config.model_name_or_path)

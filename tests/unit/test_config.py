@@ -118,11 +118,13 @@ def test_your_model_scales_the_recipe_to_target_and_device(
     assert config.model.torch_dtype == ("bfloat16" if memory else "float32")
     model, batch = config.model, (config.per_device_train_batch_size, config.gradient_accumulation_steps)
     assert (config.optimizer, config.learning_rate, model.kv_layers, model.draft_vocabulary, *batch) == expected
-    # What is given stands, and the rest follows from it; a draft to start from keeps its architecture.
+    # What is given stands, and the rest follows from it; a draft to start or resume from keeps its architecture.
     given = load("your-model", *paths, named, "per_device_train_batch_size=1", "learning_rate=7e-3")
     assert given.gradient_accumulation_steps == math.prod(batch) and given.learning_rate == 7e-3
-    later = load("your-model", *paths, named, "draft_model_name_or_path=x.pth").model
-    assert (later.kv_layers, later.draft_vocabulary) == ([], None)
+    (tmp_path / "run" / "last_ds").mkdir(parents=True)
+    for more in (["draft_model_name_or_path=x.pth"], ["resume=latest", f"output_dir={tmp_path}/run"]):
+        later = load("your-model", *paths, named, *more).model
+        assert (later.kv_layers, later.draft_vocabulary) == ([], None)
 
 
 def test_the_recipe_takes_more_epochs_of_less_data() -> None:
