@@ -103,9 +103,21 @@ def differences(stored: Identity, current: Identity) -> str:
     """The entries that differ between two identities; empty if none does."""
     # As JSON stores it: tuples become lists.
     stored, current = (json.loads(json.dumps(identity)) for identity in (stored, current))
-    differing = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
-    values = {name: f"{json.dumps(stored.get(name))} there, {json.dumps(current.get(name))} here" for name in differing}
-    return "; ".join(f"{name}: {'other content' if name in DIGESTS else text}" for name, text in values.items())
+    return "; ".join(_differing(stored, current))
+
+
+def _differing(stored: Identity, current: Identity, prefix: str = "") -> Iterator[str]:
+    """The entries that differ, also those of mappings; prefix: precedes their names."""
+    for name in {**stored, **current}:
+        there, here = stored.get(name), current.get(name)
+        if there == here:
+            continue
+        if name in DIGESTS:
+            yield f"{prefix}{name}: other content"
+        elif isinstance(there, dict) and isinstance(here, dict):
+            yield from _differing(there, here, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}: {json.dumps(there)} there, {json.dumps(here)} here"
 
 
 def open_results(

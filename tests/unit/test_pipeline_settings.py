@@ -181,8 +181,9 @@ def test_an_arm_that_was_begun_with_other_settings_is_refused_before_the_run_is_
     settings = load_settings(ROOT / "experiments" / "drafts_smollm2.yaml")
     write_atomically(settings_file(tmp_path), "earlier")
     facts = run_folder(arm_folder(tmp_path, "eagle3", 1), 1) / "stage1" / "settings.json"
-    write_atomically(facts, '{"steps": 1}', make_folder=True)
-    with pytest.raises(UserError, match="steps: 1 there, 640 here"), run_settings(tmp_path, "new"):
+    write_atomically(facts, '{"steps": 1, "overrides": {"a": 1}}', make_folder=True)
+    message = r"\(steps: 1 there, 640 here; overrides\.a: 1 there, null here; "
+    with pytest.raises(UserError, match=message), run_settings(tmp_path, "new"):
         check_unchanged(settings, read_comparison(settings), tmp_path, ["glide-last", "eagle3"], [0, 1])
     assert settings_file(tmp_path).read_text() == "earlier"
 
