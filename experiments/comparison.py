@@ -8,6 +8,7 @@ from typing import Any
 from experiments.arms import read_section, share_text
 from longspec.errors import UserError
 from longspec.inference.registry import choose_pair
+from longspec.models.draft_layer import GLIDE
 from longspec.models.target_files import read_config
 from longspec.pipeline.cells import SampleFile
 from longspec.pipeline.evaluation import claim_samples, evaluation_folder, measure
@@ -68,6 +69,8 @@ def read_comparison(settings: Settings) -> Comparison:
         for key, other in (("like", arm.like), ("seconds_of", arm.seconds_of)):
             if (arm.like is None) != (arm.seconds_of is None) or other not in (None, *comparison.arms):
                 raise UserError(f"config key experiment.arms.{name}.{key}: name two other arms in like and seconds_of")
+        if arm.architecture == GLIDE and arm.options:
+            raise UserError(f"config key experiment.arms.{name}.options: not for glide; give architecture, too")
         check_settings(arm_settings(settings, comparison, name, 0))
     for key in ("forced", "decoding"):
         for method in getattr(comparison, key):
@@ -114,13 +117,11 @@ def arm_settings(
 def check_unchanged(
     settings: Settings, comparison: Comparison, root: Path, names: Sequence[str], seeds: Sequence[int]
 ) -> None:
-    """Raise OtherSettings for arms that an earlier run began with other settings."""
+    """Raise OtherSettings for arms that an earlier run began with other settings. Arms with `like`, whose steps depend
+    on other arms, are compared when they train."""
     for seed, own_names in runs(comparison, names, seeds):
-        for name in own_names:
-            try:
-                own = trained_settings(settings, comparison, root, name, seed)
-            except UserError:  # its steps are not known yet
-                continue
+        for name in (name for name in own_names if comparison.arms[name].like is None):
+            own = arm_settings(settings, comparison, name, seed)
             for stage in own.training.stages:
                 check_begun(stage, own, arm_folder(root, name, seed))
 

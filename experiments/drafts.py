@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     root = Path(options.output_dir or f"outputs/drafts-{Path(settings.target).name}")
     chosen = list(comparison.arms) if options.arms is None else options.arms
     check_arms(settings, comparison, root, chosen, options.seeds)
+    check_unchanged(settings, comparison, root, chosen, options.seeds)
     command = shlex.join(["python", "-m", "experiments.drafts", *(sys.argv[1:] if argv is None else argv)])
     write_page = partial(write_results, settings, comparison, root, sorted(set(options.seeds)), command)
     failed = []
     with StopSignals(at_once=True), locked(root), run_settings(root, settings_yaml(settings)):
-        check_unchanged(settings, comparison, root, chosen, options.seeds)
         if chosen:
             text = steps_of(settings, root)
             for step in (CHAT, "prompts", "answers"):

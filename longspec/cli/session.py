@@ -32,8 +32,8 @@ HELP = """\
 /quit       end the chat, as Ctrl-D does
 Ctrl-C      stop the answer; its text so far stays in the conversation
 A pasted text is one message, also if it has several lines."""
-MOST_BYTES = 32
-"""Bytes per token of the largest file that is read, far more than text has."""
+BYTES_PER_TOKEN = 32
+"""A file with more bytes per token of room is not read; text has far fewer."""
 ROOM = 8
 """One in this number of the target's positions is kept for a message and its answer when a file is added."""
 COMMANDS = ", ".join(re.findall(r"^/\w+", HELP, re.MULTILINE))
@@ -163,16 +163,16 @@ class Session:
         if "\0" in name or (os.path.exists(path) and not os.path.isfile(path)):
             raise UserError(f"/file {name}: not a file")
         most = self.pair.positions - self.pair.positions // ROOM
-        fits = f"but at most {most} tokens leave room for a message and its answer"
+        fits = f"at most {most} tokens leave room for a message and its answer"
         with os_errors(f"/file {name}: cannot be read"):
-            if (size := path.stat().st_size) > MOST_BYTES * most:
-                raise UserError(f"/file {name}: {size} bytes, {fits}")
+            if (size := path.stat().st_size) > BYTES_PER_TOKEN * most:
+                raise UserError(f"/file {name}: {size} bytes are too many; {fits}")
             content = path.read_bytes()
         text = decoded(content, f"/file {name}").strip()
         turns: list[Turn] = [*self.turns, {"role": "user", "content": "\n\n".join([*self.files, text])}]
         tokens, prompt = self.pair.encode([text, turns])
         if len(prompt) > most:
-            raise UserError(f"/file {name}: {len(tokens)} tokens; the conversation would have {len(prompt)}, {fits}")
+            raise UserError(f"/file {name}: {len(tokens)} tokens; the conversation would have {len(prompt)}; {fits}")
         self.files.append(text)
         self.console.print(f"{path}: {len(tokens)} tokens go with the next message", markup=False)
 

@@ -110,14 +110,16 @@ def _differing(stored: Identity, current: Identity, prefix: str = "") -> Iterato
     """The entries that differ, also those of mappings; prefix: precedes their names."""
     for name in {**stored, **current}:
         there, here = stored.get(name), current.get(name)
-        if there == here:
+        # Older files lack entries that are null; a null in a mapping is a value.
+        if there == here and (not prefix or (name in stored) == (name in current)):
             continue
-        if name in DIGESTS:
-            yield f"{prefix}{name}: other content"
+        if name in DIGESTS and not prefix:
+            yield f"{name}: other content"
         elif isinstance(there, dict) and isinstance(here, dict):
             yield from _differing(there, here, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}: {json.dumps(there)} there, {json.dumps(here)} here"
+            texts = (json.dumps(own.get(name)) if name in own or not prefix else "not set" for own in (stored, current))
+            yield f"{prefix}{name}: {' there, '.join(texts)} here"
 
 
 def open_results(

@@ -67,8 +67,8 @@ class Eagle3Options(Options):
         heads, kv_heads, size = own.num_attention_heads, own.num_key_value_heads, head_dim(own)
         if heads % kv_heads:
             raise UserError(f"{source}: {heads} attention heads are no multiple of {kv_heads} key-value heads")
-        if size % 2:
-            raise UserError(f"{source}: head_dim is {size}; rotary positions need an even number")
+        if size < 1 or size % 2:
+            raise UserError(f"{source}: head_dim is {size}; rotary positions need a positive even number")
 
     def check_fresh(self, config: Any, source: str) -> None:
         if self.hidden_size not in (None, config.hidden_size):

@@ -31,14 +31,17 @@ class OtherSettings(UserError):
 
 @contextmanager
 def run_settings(root: Path, settings: str) -> Iterator[None]:
-    """Write the settings of a folder. OtherSettings in the context restores those that the folder had."""
+    """Write the settings of a folder. OtherSettings in the context restores those that the folder had, if any."""
     file = settings_file(root)
-    before = file.read_text() if file.exists() else settings
+    before = file.read_bytes() if file.exists() else None
     write_atomically(file, settings)
     try:
         yield
     except OtherSettings:
-        write_atomically(file, before)
+        if before is None:
+            file.unlink(missing_ok=True)
+        else:
+            write_atomically(file, before)
         raise
 
 

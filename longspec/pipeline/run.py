@@ -107,7 +107,10 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
         settings = load_settings(options.config, overrides)
         settings.text = texts or settings.text
     elif settings_file(root).exists():
-        stored = load_settings(settings_file(root))
+        try:
+            stored = load_settings(settings_file(root))
+        except UserError as error:
+            raise UserError(f"{settings_file(root)}: {error}") from error
         contexts = options.contexts and min(options.contexts, max(target.positions, stored.contexts or 0))
         given = {"target": options.target, "hours": options.hours, "contexts": contexts, "text": texts or None}
         for name, value in given.items():

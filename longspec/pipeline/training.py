@@ -83,8 +83,9 @@ def _chosen(name: str, settings: Settings, root: Path) -> StageSettings:
     if name != next(iter(settings.training.stages)):
         return stage
     layer = chosen_layer(root) if settings.training.choose_layer else {}
-    given = layer | _architecture(settings.training) | stage.overrides
-    return replace(stage, overrides=given | adopted(settings, root))
+    # Sizes that are chosen for a target are options of GLIDE, which those of another architecture replace.
+    chosen = adopted(settings, root) | _architecture(settings.training)
+    return replace(stage, overrides=layer | stage.overrides | chosen)
 
 
 def check_trainer(
@@ -102,7 +103,7 @@ def check_trainer(
         values |= {"model_name_or_path": path, "draft_model_name_or_path": "draft" if number else None}
         values |= {"data.max_length": stage.max_length, "max_steps": stage.steps, "resume": "latest"}
         architecture = {} if number else _architecture(settings.training)
-        values |= {**(given or {}), **architecture, **stage.overrides}
+        values |= {**(given or {}), **stage.overrides, **architecture}
         changes: dict[str, dict[str, Any]] = {f"training.stages.{name}.overrides": {}}
         if number == 0:
             for own, probe in settings.probes.items():
@@ -119,7 +120,9 @@ def check_trainer(
                     raise UserError("config key max_steps: null; omit it for the number of the key steps")
             except UserError as error:
                 problem = str(error).replace("config key ", f"config key {section}.", 1)
-                raise UserError(problem.replace(f"{section}.model.architecture", "training.architecture")) from error
+                if architecture:
+                    problem = problem.replace(f"{section}.model.architecture", "training.architecture")
+                raise UserError(problem) from error
             if number == 0 and not changed and settings.evaluation.draft is None:
                 check_methods(settings.evaluation, config.vocab_size, trained.model.draft_options.window)
 

@@ -121,7 +121,7 @@ def _key_error(problem: Any) -> UserError:
     """The error for one of pydantic's about a value."""
     if problem["type"] == "missing":
         return _unset_key(_key(problem))
-    message = problem["msg"].replace("Input should be", "must be").replace("None", "null")
+    message = problem["msg"].replace("Input should be", "must be").replace(" or None", " or null")
     return UserError(f"config key {_key(problem)}: {message}, not {problem['input']!r:.80}")
 
 

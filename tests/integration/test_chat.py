@@ -101,9 +101,9 @@ def test_a_conversation_and_a_file_that_do_not_fit_are_told_so(target: Path, tmp
     assert session.turns == session.files == []
     output = said(session, f"/file {tmp_path}/long.txt", f"/file {tmp_path}/half.txt", f"/file {tmp_path}/half.txt")
     for name, tokens, together in (("long.txt", 3600, 3610), ("half.txt", 2500, 5012)):
-        problem = f"{tokens} tokens; the conversation would have {together}, but at most 3584 tokens leave room"
+        problem = f"{tokens} tokens; the conversation would have {together}; at most 3584 tokens leave room"
         assert f"error: /file {tmp_path}/{name}: {problem} for a message and its answer\n" in output
-    assert "huge.txt: 120000 bytes, but at most 3584 tokens leave" in said(session, f"/file {tmp_path}/huge.txt")
+    assert "huge.txt: 120000 bytes are too many; at most 3584 tokens" in said(session, f"/file {tmp_path}/huge.txt")
     assert output.count("2500 tokens go with") == 1 and session.files == ["x" * 2500]
     assert "8 tokens, " in said(session, "hello")
 

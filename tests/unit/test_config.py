@@ -121,6 +121,7 @@ def test_your_model_scales_the_recipe_to_target_and_device(
     # What is given stands, and the rest follows from it; a draft to start or resume from keeps its architecture.
     given = load("your-model", *paths, named, "per_device_train_batch_size=1", "learning_rate=7e-3")
     assert given.gradient_accumulation_steps == math.prod(batch) and given.learning_rate == 7e-3
+    assert load("your-model", *paths, named, "resume=latest").model.kv_layers == model.kv_layers
     (tmp_path / "run" / "last_ds").mkdir(parents=True)
     for more in (["draft_model_name_or_path=x.pth"], ["resume=latest", f"output_dir={tmp_path}/run"]):
         later = load("your-model", *paths, named, *more).model

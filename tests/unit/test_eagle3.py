@@ -257,7 +257,7 @@ def test_saved_drafts_have_the_published_form_and_load_again(tmp_path: Path) -> 
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "reads layer 3, but this target has the layers 0 … 2"),
         ({"norm_output": "yes"}, "norm_output: must be true or false"),
         ({"num_key_value_heads": 3}, "no multiple of 3 key-value heads"),
-        ({"head_dim": 15}, "head_dim is 15; rotary positions need an even number"),
+        ({"head_dim": 15}, "head_dim is 15; rotary positions need a positive even number"),
     ],
 )
 def test_drafts_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

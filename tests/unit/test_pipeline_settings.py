@@ -17,6 +17,7 @@ from experiments import jobs
 from experiments.arms import read_experiment, share_text
 from experiments.comparison import arm_folder, check_unchanged, read_comparison
 from longspec.errors import UserError
+from longspec.jobs.job import differences
 from longspec.pipeline import training
 from longspec.pipeline.files import answers_file, read_jsonl, run_settings, settings_file, training_files
 from longspec.pipeline.induction import layer_file
@@ -182,10 +183,11 @@ def test_an_arm_that_was_begun_with_other_settings_is_refused_before_the_run_is_
     write_atomically(settings_file(tmp_path), "earlier")
     facts = run_folder(arm_folder(tmp_path, "eagle3", 1), 1) / "stage1" / "settings.json"
     write_atomically(facts, '{"steps": 1, "overrides": {"a": 1}}', make_folder=True)
-    message = r"\(steps: 1 there, 640 here; overrides\.a: 1 there, null here; "
+    message = r"\(steps: 1 there, 640 here; overrides\.a: 1 there, not set here; "
     with pytest.raises(UserError, match=message), run_settings(tmp_path, "new"):
         check_unchanged(settings, read_comparison(settings), tmp_path, ["glide-last", "eagle3"], [0, 1])
     assert settings_file(tmp_path).read_text() == "earlier"
+    assert differences({"a": {}, "b": None}, {"a": {"prompts": None}}) == "a.prompts: not set there, null here"
 
 
 def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
@@ -194,7 +196,7 @@ def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
     assert all(set(job.after) <= set(planned[:number]) for number, job in enumerate(planned))
     timed, ready = [str(job) for job in planned if job.alone], [job.name for job in planned if not job.after]
     assert timed[:3] == ["training-glide-last-0", "training-eagle3-0", "baselines-target-0"]
-    assert len(timed) == 7 and "decoding-eagle3-0" in timed and "decoding-eagle3-window-0" in timed
+    assert timed[3:] == [f"decoding-{name}-0" for name in ("glide-last", "eagle3", "glide-18", "eagle3-window")]
     assert ready[4:] == ["eagle3-window", "eagle3-adamw"] and "training-eagle3-adamw-1" not in map(str, planned)
     alone, shared, start = jobs.Job("decoding", "a", 0, alone=True), jobs.Job("forced", "a", 0), jobs.next_start
     after = jobs.Job("forced", "b", 0, after=(alone,))

@@ -145,6 +145,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
     assert file.read_text().startswith(f"# target: {folder}, llama, ")
     error = refusal(command.main, [str(folder), "--output_dir", str(tmp_path), "--hours", "2", "--yes"])
     assert "holds a run with hours 0.5, not 2.0; choose another --output_dir" in error
+    command.main([str(folder), "--output_dir", "new", "--dry_run", "training.architecture=eagle3"])  # with chosen sizes
     # More contexts than the target has positions are the same plan.
     command.main([str(folder), "--output_dir", str(tmp_path), "--contexts", "999999", "--dry_run"])
 
