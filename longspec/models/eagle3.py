@@ -175,16 +175,17 @@ class Eagle3Draft(Draft):
         embeddings = self.embed(given.tokens, given.embeddings)
         states = self.fuse(given.target.layer_inputs)
         attention, predicted = self.midlayer.self_attn, []
+        scale = attention.head_dim**-0.5
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for _ in range(max(int(own.max()) for own in by_token)):
             # The first token of a segment has no state before it.
             before = states.roll(1, 1).masked_fill((offsets == 0)[..., None], 0)
             residual, x = self.inputs(embeddings, before)
-            for part, new in zip((keys, values), attention.keys_values(x, rope), strict=True):
-                part.append(flattened(new))
-            queries, scale = flattened(attention.queries(x, rope)), attention.head_dim**-0.5
-            heads = given.attention.steps(queries, keys, values, given.segments, scale, self.window)
+            q, k, v = map(flattened, (attention.queries(x, rope), *attention.keys_values(x, rope)))
+            keys.append(k)
+            values.append(v)
+            heads = given.attention.steps(q, keys, values, given.segments, scale, self.window)
             states, normed = self.outputs(residual, heads.unflatten(0, shape).transpose(1, 2))
             predicted.append(normed)
         return [_at_lags(predicted, own) for own in by_token]

@@ -83,7 +83,7 @@ def _chosen(name: str, settings: Settings, root: Path) -> StageSettings:
     if name != next(iter(settings.training.stages)):
         return stage
     layer = chosen_layer(root) if settings.training.choose_layer else {}
-    # Sizes that are chosen for a target are options of GLIDE, which those of another architecture replace.
+    # The sizes chosen for a target are options of GLIDE; those of another architecture replace them.
     chosen = adopted(settings, root) | _architecture(settings.training)
     return replace(stage, overrides=layer | stage.overrides | chosen)
 

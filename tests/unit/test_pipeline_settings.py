@@ -171,7 +171,7 @@ def test_the_trainer_takes_the_launch_line_of_every_stage(stage: str, tmp_path: 
     assert config.data.templates == templates and config.adam_betas == [0.5, 1e-7]
 
 
-def test_an_arm_names_the_files_of_the_recipe_under_whose_paths_the_cache_has_their_tokens(tmp_path: Path) -> None:
+def test_arms_read_the_same_paths_as_the_recipe_and_so_share_its_cached_tokens(tmp_path: Path) -> None:
     write_atomically(answers_file(tmp_path, "chat", "train"), "{}\n", make_folder=True)
     share_text(tmp_path, tmp_path / "arm")
     stage = StageSettings(config="any", answers=["chat"], replay={"chat": 1})
@@ -187,6 +187,9 @@ def test_an_arm_that_was_begun_with_other_settings_is_refused_before_the_run_is_
     with pytest.raises(UserError, match=message), run_settings(tmp_path, "new"):
         check_unchanged(settings, read_comparison(settings), tmp_path, ["glide-last", "eagle3"], [0, 1])
     assert settings_file(tmp_path).read_text() == "earlier"
+
+
+def test_a_null_in_a_mapping_is_a_value_and_a_missing_entry_is_null() -> None:
     assert differences({"a": {}, "b": None}, {"a": {"prompts": None}}) == "a.prompts: not set there, null here"
 
 

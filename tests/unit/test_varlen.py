@@ -48,17 +48,18 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return attention_of(torch.empty(1, 1, 16, device=device)), device
 
 
-def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str) -> None:
-    """`attend(q, k, v)` in fp32, checkpointed, and its gradients equal `expected(q, k, v)` in fp64 on the CPU."""
-    exact = [x.double().requires_grad_() for x in inputs]
-    leaves = [x.clone().to(device).requires_grad_() for x in inputs]
+def check(inputs: list[Tensor], attend: Attention, expected: Attention, device: str, learn: int = 3) -> None:
+    """`attend(q, k, v)` in fp32, checkpointed, and its gradients equal `expected(q, k, v)` in fp64 on the CPU. learn:
+    how many of q, k, v have a gradient."""
+    exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
+    leaves = [x.clone().to(device).requires_grad_(number < learn) for number, x in enumerate(inputs)]
     truth, got = expected(*exact), checkpoint(attend, *leaves, use_reentrant=False)
     torch.testing.assert_close(got.cpu().double(), truth, atol=1e-5, rtol=1e-5)
 
     weight = torch.randn(truth.shape, generator=torch.Generator().manual_seed(9))
     (truth * weight).sum().backward()
     (got * weight.to(device)).sum().backward()
-    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+    for leaf, exact_leaf in zip(leaves[:learn], exact, strict=False):
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # None: no query saw any key
         torch.testing.assert_close(gradient.cpu().double(), exact_leaf.grad, atol=1e-4, rtol=1e-4)
 
@@ -97,14 +98,17 @@ def test_values_and_gradients_equal_dense_attention(
 
 @pytest.mark.parametrize("lengths", [[1, 3, 4, 5, 9, 70], [9, 33], [1100, 600], [8], [12, 7], [4]])
 def test_block_attention_equals_dense_attention(lengths: list[int], attention: tuple[TorchAttention, str]) -> None:
+    """With the frozen keys and values of a target, and with some that learn."""
     attend, device = attention
     segments, cpu_segments = segments_of(lengths, device=device), segments_of(lengths)
-    check(
-        make_inputs(lengths),
-        lambda q, k, v: attend.block(q, k, v, segments, 0.3),
-        lambda q, k, v: reference.dense_attention(q, k, v, reference.block_mask(cpu_segments), 0.3),
-        device,
-    )
+    for learn in (1, 3):
+        check(
+            make_inputs(lengths),
+            lambda q, k, v: attend.block(q, k, v, segments, 0.3),
+            lambda q, k, v: reference.dense_attention(q, k, v, reference.block_mask(cpu_segments), 0.3),
+            device,
+            learn,
+        )
 
 
 @pytest.mark.parametrize("window", [10**6, 16, 1])
@@ -203,7 +207,8 @@ def test_the_host_does_not_wait_for_the_device() -> None:
         attention_of(q).varlen(q, k, v, segments_of(lengths, device="cuda"), 0.125, window=512).sum().backward()
         steps = [k, k, k], [v, v, v]
         attention_of(q).steps(q, *steps, segments_of(lengths, device="cuda"), 0.125, 512).sum().backward()
-        attention_of(q).block(q, k, v, segments_of(lengths, device="cuda"), 0.125).sum().backward()
+        frozen = k.detach(), v.detach()
+        attention_of(q).block(q, *frozen, segments_of(lengths, device="cuda"), 0.125).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
