@@ -77,7 +77,7 @@ def _scores(q: Tensor, k: Tensor, segments: Segments, scale: float, reach: int =
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, ...]:
-    """`torch_flash._forward`."""
+    """`torch_flash.flash_forward`."""
     scores = _scores(q, k, *call)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # the kernel's LSE of a query without keys
@@ -88,7 +88,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, 
 def flash_backward(
     upstream: Tensor, saved: tuple[Tensor, ...], segments: Segments, scale: float, reach: int = -1
 ) -> tuple[Tensor, ...]:
-    """`torch_flash._backward` by FlashAttention's published formulas, from the `out` and `lse` that are passed."""
+    """`torch_flash.flash_backward` by FlashAttention's published formulas, from the `out` and `lse` that are passed."""
     q, k, v, out, lse, *state = saved
     assert lse.is_contiguous() and len(state) == 2
     group = q.shape[1] // k.shape[1]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training_reference as reference
+from kernel_devices import INTERPRETED
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -37,12 +38,12 @@ def attention_of(q: Tensor) -> TorchAttention:
     return training_attention(q.device, q.dtype, q.shape[-1], use_flash=True)
 
 
-@pytest.fixture(params=["torch", "flash", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["torch", pytest.param("flash", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)])
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[TorchAttention, str]:
     """An attention and its device. On the CPU dense attention stands in for FlashAttention's kernels."""
     if request.param == "flash":
-        monkeypatch.setattr(torch_flash, "_forward", reference.flash_forward)
-        monkeypatch.setattr(torch_flash, "_backward", reference.flash_backward)
+        monkeypatch.setattr(torch_flash, "flash_forward", reference.flash_forward)
+        monkeypatch.setattr(torch_flash, "flash_backward", reference.flash_backward)
         return varlen_flash.FlashAttention(False), "cpu"
     device = "cuda" if request.param == "cuda" else "cpu"
     return attention_of(torch.empty(1, 1, 16, device=device)), device
@@ -129,8 +130,11 @@ def test_steps_of_training_time_test_equal_dense_attention(
         )
 
 
-def test_steps_of_other_head_sizes_than_flash_attention_takes_run_without_it() -> None:
-    for head_dim in (20, 264):
+def test_steps_run_without_flash_attention_where_it_takes_no_such_heads_or_triton_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for head_dim, has_triton in ((20, True), (264, True), (16, False)):
+        monkeypatch.setattr(varlen_flash, "_has_triton", lambda has=has_triton: has)
         q, k, v = make_inputs([30], head_dim=head_dim)
         call = q, [k], [v], segments_of([30]), 0.3, 8
         assert torch.equal(FlashAttention(False).steps(*call), TorchAttention().steps(*call))
@@ -145,9 +149,9 @@ def test_torchs_kernel_is_called_with_its_schema() -> None:
     segments.keys = segments.keys._replace(bounds=segments.keys.bounds.to("meta"))  # type: ignore[misc]
     k, v = k[: len(segments.keys.rows)], v[: len(segments.keys.rows)]
     for reach in (-1, 16):
-        out, lse, *state = torch_flash._forward(q, k, v, segments, 0.3, reach)
+        out, lse, *state = torch_flash.flash_forward(q, k, v, segments, 0.3, reach)
         assert out.shape == q.shape and lse.shape == (q.shape[1], len(q))
-        dq, dk, _ = torch_flash._backward(out, (q, k, v, out, lse, *state), segments, 0.3, reach)
+        dq, dk, _ = torch_flash.flash_backward(out, (q, k, v, out, lse, *state), segments, 0.3, reach)
         assert dq.shape == q.shape and dk.shape == k.shape
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from longspec.errors import UserError, first_line, warn_once
 from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
-from longspec.kernels.training.torch_flash import Near, TorchFlash, merged, visible
+from longspec.kernels.training.torch_flash import TorchFlash, visible
 from longspec.kernels.training.varlen_torch import TorchAttention
 
 logger = logging.getLogger(__name__)
@@ -110,12 +110,14 @@ class FlashAttention(TorchAttention):
     def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         segments.check(len(q))
         lagging, offsets = segments.all_lagging(BLOCK), segments.offsets
-        if not lagging.keys.longest:
+        if not _has_triton() or not lagging.keys.longest:
             return super().block(q, k, v, segments, scale)
+        from longspec.kernels.triton.near_keys import Near, merged
+
         # Far keys are at a distance of BLOCK or more. The key at a shorter distance is visible if it is in an earlier
         # block.
-        seen = ((offsets % BLOCK < distance) & (offsets >= BLOCK) for distance in range(1, BLOCK))
-        near = [Near(k, v, distance, own) for distance, own in enumerate(seen, start=1)]
+        distances = torch.arange(1, BLOCK, device=q.device)[:, None]
+        near = Near([k] * (BLOCK - 1), [v] * (BLOCK - 1), 1, (offsets % BLOCK < distances) & (offsets >= BLOCK))
         return merged(q, k, v, near, lagging, scale)
 
     def steps(
@@ -127,13 +129,21 @@ class FlashAttention(TorchAttention):
         lagging = segments.all_lagging(back + 1)
         # A draft's heads may have another size than the target's.
         fits = q.shape[2] <= MAX_HEAD_DIM and q.shape[2] % 8 == 0
-        if not fits or not lagging.keys.longest or window < back:
+        if not _has_triton() or not fits or not lagging.keys.longest or window < back:
             return super().steps(q, keys, values, segments, scale, window)
-        near = [] if back else [Near(keys[0], values[0], 0, offsets == 0)]
-        for step in range(1, back + 1):
-            near.append(Near(keys[step], values[step], back - step, offsets >= back - step))
+        from longspec.kernels.triton.near_keys import Near, merged
+
+        near = Near(keys, values, 0, (offsets == 0)[None])
+        if back:  # the key of the newest step is at distance 0, that of step 2 at back - 1
+            distances = torch.arange(back, device=q.device)[:, None]
+            near = Near(keys[:0:-1], values[:0:-1], 0, offsets >= distances)
         reach = -1 if window >= segments.longest else window - back
         return merged(q, keys[0].roll(-1, 0), values[0].roll(-1, 0), near, lagging, scale, reach)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _run(
