@@ -18,10 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from longspec.errors import UserError
+from longspec.kernels.shared.device import upload
+from longspec.kernels.training.segments import BLOCK, Segments
 from longspec.kernels.training.varlen_torch import flattened
 from longspec.models.draft import Draft, Reads, TrainingPass
 from longspec.models.draft_layer import DraftSelfAttention, head_dim
@@ -43,10 +46,17 @@ class _SelfAttention(DraftSelfAttention):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
 
+class _RMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """In two kernels on a GPU, from torch 2.9 on. Transformers' eight take the host longer than the GPU."""
+        # Rounded before the product with the weight, as in decoding.
+        return self.weight * F.rms_norm(hidden_states, self.weight.shape, eps=self.variance_epsilon)
+
+
 class _Layer(nn.Module):
     def __init__(self, config: Any, bias: bool) -> None:
         super().__init__()
-        norms = [LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
+        norms = [_RMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3)]
         self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = norms
         self.self_attn = _SelfAttention(config, bias)
         self.mlp = LlamaMLP(config)
@@ -71,8 +81,8 @@ class Eagle3Draft(Draft):
         self.fc = nn.Linear(len(layers) * config.hidden_size, hidden, bias=False)
         self.fc_norm: nn.ModuleList | None = None
         if options.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.hidden_size, eps=eps) for _ in layers)
-        self.norm = LlamaRMSNorm(hidden, eps=eps)
+            self.fc_norm = nn.ModuleList(_RMSNorm(config.hidden_size, eps=eps) for _ in layers)
+        self.norm = _RMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
         self.embed_tokens: nn.Embedding | None = None
         """The draft's own embedding, which does not train; None if it is the target's."""
@@ -150,10 +160,11 @@ class Eagle3Draft(Draft):
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(states)
 
-    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual g and the attention's input x [B, T, 2 · hidden] of embeddings and states [B, T, hidden]."""
+    def inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual g and the attention's input x [B, T, 2 · hidden] of normalized embeddings and states, both
+        [B, T, hidden]."""
         normed = self.midlayer.hidden_norm(states)
-        x = torch.cat([self.midlayer.input_layernorm(embeddings), normed], -1)
+        x = torch.cat([embedded, normed], -1)
         return (normed if self.options.norm_before_residual else states), x
 
     def outputs(self, residual: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,37 +177,38 @@ class Eagle3Draft(Draft):
     # Training
 
     def training_forward(self, given: TrainingPass, lags: Sequence[Tensor | None]) -> list[Tensor]:
-        shape = given.tokens.shape
-        # On the host. In the block pattern the lags of tokens alternate, and the steps do not see it.
-        by_token = [given.segments.token_lags(own).view(shape) for own in lags]
+        shape, segments = given.tokens.shape, given.segments
+        # In the block pattern the lags of tokens alternate, and the steps do not see it.
+        numbers = [range(1, BLOCK + 1) if own is None else own.unique().tolist() for own in lags]
         assert given.target.layer_inputs is not None
-        offsets = given.segments.offsets.view(shape)
+        is_first = (segments.offsets == 0).view(shape)[..., None]
         rope = self.rotary[0](given.embeddings, (given.positions - 1).clamp(min=0))
-        embeddings = self.embed(given.tokens, given.embeddings)
+        embedded = self.midlayer.input_layernorm(self.embed(given.tokens, given.embeddings))
         states = self.fuse(given.target.layer_inputs)
         attention, predicted = self.midlayer.self_attn, []
         scale = attention.head_dim**-0.5
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for _ in range(max(int(own.max()) for own in by_token)):
+        for _ in range(max(map(max, numbers))):
             # The first token of a segment has no state before it.
-            before = states.roll(1, 1).masked_fill((offsets == 0)[..., None], 0)
-            residual, x = self.inputs(embeddings, before)
+            before = states.roll(1, 1).masked_fill(is_first, 0)
+            residual, x = self.inputs(embedded, before)
             q, k, v = map(flattened, (attention.queries(x, rope), *attention.keys_values(x, rope)))
             keys.append(k)
             values.append(v)
-            heads = given.attention.steps(q, keys, values, given.segments, scale, self.window)
+            heads = given.attention.steps(q, keys, values, segments, scale, self.window)
             states, normed = self.outputs(residual, heads.unflatten(0, shape).transpose(1, 2))
             predicted.append(normed)
-        return [_at_lags(predicted, own) for own in by_token]
+        return [_at_lags(predicted, *one, segments) for one in zip(lags, numbers, strict=True)]
 
 
-def _at_lags(predicted: Sequence[Tensor], lags: Tensor) -> Tensor:
-    """Of the hidden states of all steps, at each token those of the step lags[b, t]. lags: [B, T], on the host."""
-    first, *others = lags.unique().tolist()
+def _at_lags(predicted: Sequence[Tensor], lags: Tensor | None, numbers: Sequence[int], segments: Segments) -> Tensor:
+    """Of the hidden states [B, T, hidden] of all steps, at each token those of its lag. lags: as in
+    `Draft.training_forward`. numbers: the lags that occur."""
+    first, *others = numbers
     chosen = predicted[first - 1]
     if others:
-        lags = lags.to(chosen.device)[..., None]
+        token_lags = upload(segments.token_lags(lags), chosen.device).view(chosen.shape[:2])[..., None]
     for lag in others:
-        chosen = torch.where(lags == lag, predicted[lag - 1], chosen)
+        chosen = torch.where(token_lags == lag, predicted[lag - 1], chosen)
     return chosen
