@@ -7,8 +7,10 @@ from longspec.errors import warn_once
 
 
 def user_cache(kind: str) -> Path:
-    """The folder for one kind of files, in $XDG_CACHE_HOME or ~/.cache. Raises RuntimeError if there is no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longspec" / kind
+    """The folder for one kind of files, in $XDG_CACHE_HOME if that is an absolute path, as its specification says, else
+    in ~/.cache. Raises RuntimeError if there is no home."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (folder if folder.is_absolute() else Path.home() / ".cache") / "longspec" / kind
 
 
 def announce_first_use() -> None:

@@ -185,6 +185,11 @@ def test_an_unwritable_cache_is_a_warning(
     assert "are not kept" in caplog.text
 
 
+def test_a_relative_cache_folder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert user_cache("targets") == Path.home() / ".cache" / "longspec" / "targets"
+
+
 def test_the_plans_follow_the_options_of_trees_and_chains(model: GlideMixin) -> None:
     ids, _, (row,) = ragged_prompts(20)
     out = generate(model, ids, **SETTINGS, tree_nodes=4, gamma=2)
