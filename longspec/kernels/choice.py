@@ -1,8 +1,5 @@
 """The choice of a backend, once per runner, and of the kernels that read its prefix."""
 
-import importlib.util
-from functools import cache
-
 import torch
 
 from longspec.errors import UserError, warn_once
@@ -10,7 +7,7 @@ from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
-from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, gpu_generation, plain_gpu
+from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, gpu_generation, is_installed, plain_gpu
 from longspec.kernels.torch.attention import DecodingAttention
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}
@@ -37,7 +34,7 @@ def choose_backend(attention: str, device: torch.device, dtype: torch.dtype, hea
 def backend_of(device: torch.device, dtype: torch.dtype) -> type[Backend]:
     """The backend of tensors on a device: Triton's on an NVIDIA GPU with Triton, in any dtype but fp64, else torch's.
     Its operations need no object but for attention."""
-    if gpu_generation(device) < OLDEST_GPU or dtype == torch.float64 or not _installed("triton"):
+    if gpu_generation(device) < OLDEST_GPU or dtype == torch.float64 or not is_installed("triton"):
         return Backend
     from longspec.kernels.triton.backend import TritonBackend  # imports triton, which a machine without a GPU may lack
 
@@ -109,10 +106,5 @@ def _unsupported(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
 
 
 def _missing_module(name: str) -> str | None:
-    missing = [module for module in MODULES[name] if not _installed(module)]
+    missing = [module for module in MODULES[name] if not is_installed(module)]
     return f"{' and '.join(missing)} cannot be imported" if missing else None
-
-
-@cache
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

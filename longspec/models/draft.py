@@ -147,8 +147,8 @@ class Draft(nn.Module):
         """Hidden states [B, T, hidden] for each entry of `lags`; at i they predict token i + 1, as input of the head.
 
         An entry is a LongTensor [M], the lag of each segment: the query at i reads nothing of the target after token
-        i - lag. None is the block pattern of the variant "base" (see docs/config.md). In decoding, level d of a tree
-        is proposed at lag d.
+        i - lag. None is the block pattern of the variant "base" (see docs/config.md), and not for drafts with
+        `trained_lags`. In decoding, level d of a tree is proposed at lag d.
         """
 
     @property

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from longspec.errors import UserError
 from longspec.kernels.shared.device import upload
-from longspec.kernels.training.segments import BLOCK, Segments
+from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_torch import flattened
 from longspec.models.draft import Draft, Reads, TrainingPass
 from longspec.models.draft_layer import DraftSelfAttention, head_dim
@@ -47,8 +47,9 @@ class _SelfAttention(DraftSelfAttention):
 
 
 class _RMSNorm(LlamaRMSNorm):
+    """Two launches on a GPU from torch 2.9 on. Transformers' eight take the host longer than the GPU."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """In two kernels on a GPU, from torch 2.9 on. Transformers' eight take the host longer than the GPU."""
         # Rounded before the product with the weight, as in decoding.
         return self.weight * F.rms_norm(hidden_states, self.weight.shape, eps=self.variance_epsilon)
 
@@ -161,7 +162,7 @@ class Eagle3Draft(Draft):
         return self.fc(states)
 
     def inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual g and the attention's input x [B, T, 2 · hidden] of normalized embeddings and states, both
+        """The residual and the attention's input x [B, T, 2 · hidden]. embedded: RMSNorm(E(t)), states: g, both
         [B, T, hidden]."""
         normed = self.midlayer.hidden_norm(states)
         x = torch.cat([embedded, normed], -1)
@@ -178,8 +179,8 @@ class Eagle3Draft(Draft):
 
     def training_forward(self, given: TrainingPass, lags: Sequence[Tensor | None]) -> list[Tensor]:
         shape, segments = given.tokens.shape, given.segments
-        # In the block pattern the lags of tokens alternate, and the steps do not see it.
-        numbers = [range(1, BLOCK + 1) if own is None else own.unique().tolist() for own in lags]
+        # None of the entries is None, because `trained_lags` is set.
+        lags_of_segments = [own for own in lags if own is not None]
         assert given.target.layer_inputs is not None
         is_first = (segments.offsets == 0).view(shape)[..., None]
         rope = self.rotary[0](given.embeddings, (given.positions - 1).clamp(min=0))
@@ -189,7 +190,7 @@ class Eagle3Draft(Draft):
         scale = attention.head_dim**-0.5
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for _ in range(max(map(max, numbers))):
+        for _ in range(max(int(own.max()) for own in lags_of_segments)):
             # The first token of a segment has no state before it.
             before = states.roll(1, 1).masked_fill(is_first, 0)
             residual, x = self.inputs(embedded, before)
@@ -199,13 +200,12 @@ class Eagle3Draft(Draft):
             heads = given.attention.steps(q, keys, values, segments, scale, self.window)
             states, normed = self.outputs(residual, heads.unflatten(0, shape).transpose(1, 2))
             predicted.append(normed)
-        return [_at_lags(predicted, *one, segments) for one in zip(lags, numbers, strict=True)]
+        return [_at_lags(predicted, own, segments) for own in lags_of_segments]
 
 
-def _at_lags(predicted: Sequence[Tensor], lags: Tensor | None, numbers: Sequence[int], segments: Segments) -> Tensor:
-    """Of the hidden states [B, T, hidden] of all steps, at each token those of its lag. lags: as in
-    `Draft.training_forward`. numbers: the lags that occur."""
-    first, *others = numbers
+def _at_lags(predicted: Sequence[Tensor], lags: Tensor, segments: Segments) -> Tensor:
+    """Of the hidden states [B, T, hidden] of all steps, at each token those of its segment's lag, LongTensor [M]."""
+    first, *others = lags.unique().tolist()
     chosen = predicted[first - 1]
     if others:
         token_lags = upload(segments.token_lags(lags), chosen.device).view(chosen.shape[:2])[..., None]

@@ -185,7 +185,7 @@ def test_a_gpu_before_ampere_and_one_under_rocm_run_on_torchs_own_kernels(
     memories = (warn_once, varlen_flash._torch_has_flash)
     for remembered in memories:
         remembered.cache_clear()
-    monkeypatch.setattr(choice, "_installed", lambda module: True)
+    monkeypatch.setattr(choice, "is_installed", lambda module: True)
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -218,7 +218,7 @@ def test_auto_selects_the_fastest_backend_and_logs_missing_packages_once(
 ) -> None:
     """On a Hopper GPU. A missing package that does not take the dtype is not logged; an installed one is."""
     warn_once.cache_clear()
-    monkeypatch.setattr(choice, "_installed", lambda module: module in installed)
+    monkeypatch.setattr(choice, "is_installed", lambda module: module in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     properties = SimpleNamespace(major=9, multi_processor_count=132, shared_memory_per_block_optin=2**17)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -119,7 +119,7 @@ class Eagle3Decoder(DraftDecoder):
         return self.runner.product(normed, draft.lm_head.weight)
 
     def _inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """RMSNorm(g) and x of tokens [B, T] and states g [B, T, hidden], as `Eagle3Draft.inputs` computes them."""
+        """RMSNorm(g) and x of tokens [B, T] and states g [B, T, hidden], as in training."""
         layer = self.draft.midlayer
         normed = self._stream(states).normed(layer.hidden_norm.weight)
         embedded = self._stream(self.embed(tokens)).normed(layer.input_layernorm.weight)

@@ -1,13 +1,13 @@
 """Training attention over packed segments: FlashAttention in half precision on CUDA, else torch segment by segment.
 
 FlashAttention is flash-attn if it is installed, else FlashAttention-2 as torch builds it. A lag needs no mask: the
-causal mask aligns the ends of T queries and T - lag keys, so query i sees the keys up to i - lag. On Hopper the
-target's pass, which has no backward, runs on the forward of FlashAttention-3 (package fa3-fwd). Shape letters are those
-of CONTRIBUTING.md; N counts flattened tokens, M segments.
+causal mask aligns the ends of T queries and T - lag keys, so query i sees the keys up to i - lag. Blocks and EAGLE-3's
+steps also see nearer keys, which a Triton kernel adds. On Hopper the target's pass, which has no backward, runs on the
+forward of FlashAttention-3 (package fa3-fwd). Shape letters are those of CONTRIBUTING.md; N counts flattened tokens, M
+segments.
 """
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError, first_line, warn_once
-from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
+from longspec.kernels.shared.device import HOPPER, gpu_generation, is_installed, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
 from longspec.kernels.training.torch_flash import TorchFlash, visible
 from longspec.kernels.training.varlen_torch import TorchAttention
@@ -110,7 +110,7 @@ class FlashAttention(TorchAttention):
     def block(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         segments.check(len(q))
         lagging, offsets = segments.all_lagging(BLOCK), segments.offsets
-        if not _has_triton() or not lagging.keys.longest:
+        if not _can_merge() or not lagging.keys.longest:
             return super().block(q, k, v, segments, scale)
         from longspec.kernels.triton.near_keys import Near, merged
 
@@ -129,7 +129,7 @@ class FlashAttention(TorchAttention):
         lagging = segments.all_lagging(back + 1)
         # A draft's heads may have another size than the target's.
         fits = q.shape[2] <= MAX_HEAD_DIM and q.shape[2] % 8 == 0
-        if not _has_triton() or not fits or not lagging.keys.longest or window < back:
+        if not _can_merge() or not fits or not lagging.keys.longest or window < back:
             return super().steps(q, keys, values, segments, scale, window)
         from longspec.kernels.triton.near_keys import Near, merged
 
@@ -142,8 +142,11 @@ class FlashAttention(TorchAttention):
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _can_merge() -> bool:
+    """Whether attention to far and near keys can be merged, which is a Triton kernel."""
+    if not is_installed("triton"):
+        warn_once("attention of blocks and of EAGLE-3's steps runs segment by segment: triton is not installed")
+    return is_installed("triton")
 
 
 def _run(
@@ -169,7 +172,7 @@ def _run(
 
 def installed_flash_attention() -> str | None:
     """The installed generation of flash-attn, which training runs on CUDA in half precision; None without one."""
-    return next((name for name, module in FLASH_MODULES.items() if importlib.util.find_spec(module)), None)
+    return next((name for name, module in FLASH_MODULES.items() if is_installed(module)), None)
 
 
 @cache
@@ -180,7 +183,7 @@ def _installed_varlen() -> Callable[..., Any] | None:
 
 @cache
 def _forward_only(device: torch.device) -> Callable[..., Any] | None:
-    if gpu_generation(device) != HOPPER or importlib.util.find_spec(FORWARD_MODULE) is None:
+    if gpu_generation(device) != HOPPER or not is_installed(FORWARD_MODULE):
         return None
     try:
         return importlib.import_module(FORWARD_MODULE).flash_attn_varlen_func

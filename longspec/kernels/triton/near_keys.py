@@ -1,6 +1,7 @@
-"""Training attention to the far keys that a FlashAttention call shows, merged with that to a few near keys.
+"""Attention to a few near keys in training, merged with FlashAttention's to the far keys: forward and gradient.
 
-There are J tensors of near keys. Of tensor j, a query sees at most the row that is `nearest` + j before its own. Plain
+A FlashAttention call shows a query all keys up to some distance, the far keys. The near ones, which its causal mask
+cannot show, are in J tensors: of tensor j, a query sees at most the row that is `nearest` + j before its own. Plain
 torch takes a dozen launches per tensor, these kernels one for all. Arithmetic is in fp32; N counts flattened tokens.
 """
 
@@ -17,18 +18,23 @@ from longspec.kernels.training.segments import Segments
 from longspec.kernels.triton.online_softmax import finite
 
 TILE = 4096
-"""Numbers of the queries [rows, heads of a group, D] that a program reads."""
+"""Elements of q per program: rows x query heads of a KV head x D, the latter two padded to powers of two."""
 
 
 @triton.jit
-def _places(
-    tokens, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr
+def _query_indices(
+    tokens,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Rows of a program's queries, their indices in [H, N] and [N, H, D], each with a mask, and those of dimensions."""
+    """A program's rows, indices of its queries in [H, N] and their mask, in [N, H, D] and their mask, and 0 … D - 1."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    member, dim = tl.arange(0, HEADS), tl.arange(0, BLOCK_D)
-    head = tl.program_id(1) * GROUP + member
-    in_heads = (row < tokens)[:, None] & (member < GROUP)[None, :]
+    in_group, dim = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    head = tl.program_id(1) * GROUP + in_group
+    in_heads = (row < tokens)[:, None] & (in_group < GROUP)[None, :]
     in_tile = in_heads[:, :, None] & (dim < HEAD_DIM)[None, None, :]
     by_head = head[None, :] * tokens + row[:, None]
     tile = (row[:, None] * (tl.num_programs(1) * GROUP) + head[None, :])[:, :, None] * HEAD_DIM + dim[None, None, :]
@@ -36,10 +42,10 @@ def _places(
 
 
 @triton.jit
-def _near_places(sees_ptr, near, nearest, row, tokens, dim, HEAD_DIM: tl.constexpr):
-    """Whether the queries of the rows see their key of tensor `near`; its indices in [J, N, K, D], and their mask."""
-    sees = tl.load(sees_ptr + near * tokens + row, mask=row < tokens, other=0) != 0
-    key = near * tokens + row - nearest - near
+def _key_indices(sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM: tl.constexpr):
+    """Whether the queries of the rows see their key of a tensor; its indices in [J, N, K, D], and their mask."""
+    sees = tl.load(sees_ptr + number * tokens + row, mask=row < tokens, other=0) != 0
+    key = number * tokens + row - nearest - number
     index = (key * tl.num_programs(1) + tl.program_id(1)) * HEAD_DIM
     return sees, index[:, None] + dim[None, :], sees[:, None] & (dim < HEAD_DIM)[None, :]
 
@@ -65,17 +71,17 @@ def _merge_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row, by_head, in_heads, tile, in_tile, dim = _places(tokens, GROUP, HEAD_DIM, ROWS, HEADS, BLOCK_D)
+    row, by_head, in_heads, tile, in_tile, dim = _query_indices(tokens, GROUP, HEAD_DIM, ROWS, BLOCK_G, BLOCK_D)
     q = tl.load(q_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
     acc = tl.load(far_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
     row_max = tl.load(far_lse_ptr + by_head, mask=in_heads, other=0.0)
     row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)
     row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    for near in range(count):
-        sees, key, in_keys = _near_places(sees_ptr, near, nearest, row, tokens, dim, HEAD_DIM)
+    for number in range(count):
+        sees, key, in_keys = _key_indices(sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM)
         k = tl.load(keys_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
         v = tl.load(values_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
         score = tl.where(sees[:, None], tl.sum(q * k, 2) * scale, float("-inf"))
@@ -93,12 +99,13 @@ def _merge_kernel(
 # With the gradient do of `out`, and out and lse of all keys:
 #   w_j = exp(scale * q . k_j - lse),  ds_j = w_j * (do . v_j - do . out) * scale
 #   dq += sum_j ds_j * k_j,            dk_j = sum_h ds_j * q,  dv_j = sum_h w_j * do
-# where h are the query heads of a KV head. At most one query sees a row of a tensor, so no two programs share one.
+# where h are the query heads of a KV head, and dq holds the far keys' part before. At most one query sees a row of a
+# tensor, so no two programs write the same one.
 @triton.jit(do_not_specialize=["tokens", "count", "nearest"])
 def _gradient_kernel(
     q_ptr,
-    upstream_ptr,
-    whole_ptr,
+    do_ptr,
+    out_ptr,
     lse_ptr,
     keys_ptr,
     values_ptr,
@@ -114,25 +121,25 @@ def _gradient_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row, by_head, in_heads, tile, in_tile, dim = _places(tokens, GROUP, HEAD_DIM, ROWS, HEADS, BLOCK_D)
+    row, by_head, in_heads, tile, in_tile, dim = _query_indices(tokens, GROUP, HEAD_DIM, ROWS, BLOCK_G, BLOCK_D)
     q = tl.load(q_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
-    upstream = tl.load(upstream_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
-    mean = tl.sum(upstream * tl.load(whole_ptr + tile, mask=in_tile, other=0.0).to(tl.float32), 2)
+    do = tl.load(do_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
+    do_out = tl.sum(do * tl.load(out_ptr + tile, mask=in_tile, other=0.0).to(tl.float32), 2)
     lse = tl.load(lse_ptr + by_head, mask=in_heads, other=float("inf"))
     dq = tl.load(dq_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
-    for near in range(count):
-        sees, key, in_keys = _near_places(sees_ptr, near, nearest, row, tokens, dim, HEAD_DIM)
+    for number in range(count):
+        sees, key, in_keys = _key_indices(sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM)
         k = tl.load(keys_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
         v = tl.load(values_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
         weight = tl.where(sees[:, None], tl.exp(tl.sum(q * k, 2) * scale - lse), 0.0)
-        ds = weight * (tl.sum(upstream * v, 2) - mean) * scale
+        ds = weight * (tl.sum(do * v, 2) - do_out) * scale
         dq += ds[:, :, None] * k
         if LEARNS:
             tl.store(dkeys_ptr + key, tl.sum(ds[:, :, None] * q, 1), mask=in_keys)
-            tl.store(dvalues_ptr + key, tl.sum(weight[:, :, None] * upstream, 1), mask=in_keys)
+            tl.store(dvalues_ptr + key, tl.sum(weight[:, :, None] * do, 1), mask=in_keys)
     tl.store(dq_ptr + tile, dq, mask=in_tile)
 
 
@@ -144,7 +151,8 @@ class Near(NamedTuple):
     nearest: int
     """Distance of the first tensor's keys: the row of a query less that of the key."""
     sees: Tensor
-    """Whether each query sees its key of each tensor, bool [J, N]; False for the first `nearest` + j rows at least."""
+    """Whether each query sees its key of each tensor, contiguous bool [J, N]; False for the first `nearest` + j rows at
+    least."""
 
 
 def merged(q: Tensor, k: Tensor, v: Tensor, near: Near, segments: Segments, scale: float, reach: int = -1) -> Tensor:
@@ -160,42 +168,42 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple, nearest: int, sees: Tensor, *near: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple, nearest: int, sees: Tensor, *keys_values: Tensor
     ) -> Tensor:
-        """k, v: the visible far keys. call: segments, scale and reach of `torch_flash.flash_forward`. near: the keys of
-        `Near`, then its values."""
+        """k, v: the visible far keys. call: segments, scale and reach of `torch_flash.flash_forward`. keys_values: the
+        keys of `Near`, then its values."""
         q = q.contiguous()
         far, far_lse, *state = map(Tensor.contiguous, torch_flash.flash_forward(q, k, v, *call))
         out, lse = torch.empty_like(far), torch.empty_like(far_lse)
-        keys, values = torch.stack(near).chunk(2)
+        keys, values = torch.stack(keys_values).chunk(2)
         arguments = q, far, far_lse, keys, values, sees, out, lse
         _launch(_merge_kernel, arguments, keys, nearest, call[1])
-        ctx.save_for_backward(q, k, v, out, lse, *state, sees, *near)
+        ctx.save_for_backward(q, k, v, out, lse, *state, sees, *keys_values)
         ctx.call, ctx.nearest = call, nearest
         return out
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tensors = ctx.saved_tensors  # read once: under gradient checkpointing a second read fails
-        saved, sees, near = tensors[:7], tensors[7], torch.stack(tensors[8:])
+        saved, sees, stacked = tensors[:7], tensors[7], torch.stack(tensors[8:])
         q, _, _, out, lse, *_ = saved
         upstream = upstream.contiguous()
         dq, dk, dv = torch_flash.flash_backward(upstream, saved, *ctx.call)
         dq = dq.contiguous()
         learns = any(ctx.needs_input_grad[1:])
-        gradients = torch.zeros_like(near) if learns else near  # not written without `learns`
-        (keys, values), own = near.chunk(2), gradients.chunk(2)
+        gradients = torch.zeros_like(stacked) if learns else stacked  # not written without `learns`
+        (keys, values), own = stacked.chunk(2), gradients.chunk(2)
         arguments = q, upstream, out, lse, keys, values, sees, dq, *own
         _launch(_gradient_kernel, arguments, keys, ctx.nearest, ctx.call[1], LEARNS=learns)
-        return dq, dk, dv, None, None, None, *(gradients if learns else [None] * len(near))
+        return dq, dk, dv, None, None, None, *(gradients if learns else [None] * len(stacked))
 
 
 def _launch(kernel: Any, tensors: Sequence[Tensor], keys: Tensor, nearest: int, scale: float, **options: bool) -> None:
     """Run a kernel on tensors of which the first are the queries [N, H, D]. keys: [J, N, K, D]."""
     (tokens, heads, head_dim), (count, _, kv_heads, _) = tensors[0].shape, keys.shape
     group = heads // kv_heads
-    members, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    rows = max(1, TILE // (members * block_d))
+    block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    rows = max(1, TILE // (block_g * block_d))
     kernel[triton.cdiv(tokens, rows), kv_heads](
         *tensors,
         *(tokens, count, nearest, scale),
@@ -203,6 +211,6 @@ def _launch(kernel: Any, tensors: Sequence[Tensor], keys: Tensor, nearest: int, 
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=rows,
-        HEADS=members,
+        BLOCK_G=block_g,
         BLOCK_D=block_d,
     )
