@@ -1,5 +1,6 @@
 """The DeepSpeed engine of a pair: optimizer, learning rate and precision."""
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -116,12 +117,16 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     if tp_size > 1:
         keep_drafts_equal(model.draft_model)
 
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-        config=engine_config(config),
-        mpu=ReplicatedDraft() if tp_size > 1 else None,
-    )
+    gc.freeze()  # DeepSpeed collects garbage six times, and would look at all objects of all modules
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            config=engine_config(config),
+            mpu=ReplicatedDraft() if tp_size > 1 else None,
+        )
+    finally:
+        gc.unfreeze()
 
     if config.optimizer == "muon":
         # DeepSpeed would compile Muon's update, which takes longer than a short run.
