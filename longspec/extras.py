@@ -1,15 +1,23 @@
 """Imports of optional packages, and errors for missing ones, which name the extra to install."""
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from longspec.errors import UserError
 
 
 class MissingExtra(ModuleNotFoundError, UserError):
     """An optional package is not installed."""
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module can be found. It is not imported."""
+    return importlib.util.find_spec(module) is not None
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,11 @@ def bench(
     from longspec.cli.pair import SamplingOptions, open_pair
     from longspec.cli.prompts import read_prompts
     from longspec.errors import UserError
+    from longspec.extras import is_installed
     from longspec.inference.adaptive.time_cache import forget_times
 
     # The default picture is left out without matplotlib.
-    has_matplotlib = find_spec("matplotlib") is not None
+    has_matplotlib = is_installed("matplotlib")
     if options.png is not None and not has_matplotlib:
         raise UserError("--png: matplotlib is not installed; run: pip install matplotlib")
     picture = options.png or (Path("bench.png") if has_matplotlib else None)

@@ -3,11 +3,12 @@
 import torch
 
 from longspec.errors import UserError, warn_once
+from longspec.extras import is_installed
 from longspec.kernels import ATTENTIONS, DETERMINISTIC
 from longspec.kernels.backend import Backend
 from longspec.kernels.native.backend import NativeAttention, NativeBackend
 from longspec.kernels.native.library import runs_native
-from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, gpu_generation, is_installed, plain_gpu
+from longspec.kernels.shared.device import HOPPER, OLDEST_GPU, gpu_generation, plain_gpu
 from longspec.kernels.torch.attention import DecodingAttention
 
 MODULES = {"flash": ("triton", "fa3_fwd_interface"), "triton": ("triton",), "native": (), "sdpa": ()}

@@ -117,7 +117,7 @@ def build_engine(config: TrainConfig, model: Any) -> deepspeed.DeepSpeedEngine:
     if tp_size > 1:
         keep_drafts_equal(model.draft_model)
 
-    gc.freeze()  # DeepSpeed collects garbage six times, and would look at all objects of all modules
+    gc.freeze()  # DeepSpeed collects garbage several times, which is slow among the objects that imports have left
     try:
         engine, *_ = deepspeed.initialize(
             model=model,

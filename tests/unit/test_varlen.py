@@ -12,6 +12,7 @@ from kernel_devices import INTERPRETED
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from longspec.errors import warn_once
 from longspec.kernels.training import torch_flash, varlen_flash
 from longspec.kernels.training.segments import Segments
 from longspec.kernels.training.varlen_flash import FlashAttention, training_attention
@@ -134,15 +135,14 @@ def test_steps_of_training_time_test_equal_dense_attention(
 def test_other_head_sizes_and_a_missing_triton_fall_back_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    warn_once.cache_clear()
     flash, plain, segments = FlashAttention(False), TorchAttention(), segments_of([30])
     for head_dim, has_triton in ((20, True), (264, True), (24, False)):
         monkeypatch.setattr(varlen_flash, "is_installed", lambda _, has=has_triton: has)
-        varlen_flash._can_merge.cache_clear()
         q, k, v = make_inputs([30], head_dim=head_dim)
         call = q, [k], [v], segments, 0.3, 8
         assert torch.equal(flash.steps(*call), plain.steps(*call))
     assert torch.equal(flash.block(q, k, v, segments, 0.3), plain.block(q, k, v, segments, 0.3))
-    varlen_flash._can_merge.cache_clear()
     assert "triton is not installed" in caplog.text
 
 
@@ -201,7 +201,7 @@ def agree_on_gpu(
     learn: int = 3,
 ) -> None:
     """`check` in half precision."""
-    inputs = [x.to(dtype) for x in make_inputs(lengths, 6, 2, head_dim, steps)]
+    inputs = [x.to(dtype) for x in make_inputs(lengths, head_dim=head_dim, steps=steps)]
     exact = [x.double().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     leaves = [x.cuda().requires_grad_(number < learn) for number, x in enumerate(inputs)]
     expected, got = reference.dense_attention(*exact, mask, 0.125), attend(*leaves)

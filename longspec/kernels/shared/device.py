@@ -1,6 +1,5 @@
 """Properties of the device on which the launches of the kernels depend."""
 
-import importlib.util
 from functools import cache
 from typing import NamedTuple
 
@@ -56,12 +55,6 @@ def plain_gpu(device: torch.device) -> str | None:
         major, minor = torch.cuda.get_device_capability(device)
         return f"this GPU has compute capability {major}.{minor}, the kernels need {OLDEST_GPU}.0 (Ampere)"
     return None
-
-
-@cache
-def is_installed(module: str) -> bool:
-    """Whether a module can be found. It is not imported."""
-    return importlib.util.find_spec(module) is not None
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

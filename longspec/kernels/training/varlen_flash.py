@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from longspec.errors import UserError, first_line, warn_once
-from longspec.kernels.shared.device import HOPPER, gpu_generation, is_installed, plain_gpu
+from longspec.extras import is_installed
+from longspec.kernels.shared.device import HOPPER, gpu_generation, plain_gpu
 from longspec.kernels.training.segments import BLOCK, Segments
 from longspec.kernels.training.torch_flash import TorchFlash, visible
 from longspec.kernels.training.varlen_torch import TorchAttention
@@ -133,17 +134,17 @@ class FlashAttention(TorchAttention):
             return super().steps(q, keys, values, segments, scale, window)
         from longspec.kernels.triton.near_keys import Near, merged
 
-        near = Near(keys, values, 0, (offsets == 0)[None])
         if back:  # the key of the newest step is at distance 0, that of step 2 at back - 1
             distances = torch.arange(back, device=q.device)[:, None]
             near = Near(keys[:0:-1], values[:0:-1], 0, offsets >= distances)
+        else:
+            near = Near(keys, values, 0, (offsets == 0)[None])
         reach = -1 if window >= segments.longest else window - back
         return merged(q, keys[0].roll(-1, 0), values[0].roll(-1, 0), near, lagging, scale, reach)
 
 
-@cache
 def _can_merge() -> bool:
-    """Whether attention to far and near keys can be merged, which is a Triton kernel."""
+    """Whether Triton is installed, whose kernel merges attention to far and near keys. If not, logs it once."""
     if not is_installed("triton"):
         warn_once("attention of blocks and of EAGLE-3's steps runs segment by segment: triton is not installed")
     return is_installed("triton")

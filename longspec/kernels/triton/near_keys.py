@@ -1,8 +1,8 @@
 """Attention to a few near keys in training, merged with FlashAttention's to the far keys: forward and gradient.
 
-A FlashAttention call shows a query all keys up to some distance, the far keys. The near ones, which its causal mask
-cannot show, are in J tensors: of tensor j, a query sees at most the row that is `nearest` + j before its own. Plain
-torch takes a dozen launches per tensor, these kernels one for all. Arithmetic is in fp32; N counts flattened tokens.
+With a lag, FlashAttention's causal mask shows a query only keys from some distance on, the far keys. The near ones are
+in J tensors [N, K, D] over N flattened tokens: of tensor j, the query in row i sees row i - nearest - j or none. Plain
+torch takes a dozen launches per tensor, these kernels one for all. Arithmetic is in fp32.
 """
 
 from collections.abc import Sequence
@@ -42,12 +42,16 @@ def _query_indices(
 
 
 @triton.jit
-def _key_indices(sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM: tl.constexpr):
-    """Whether the queries of the rows see their key of a tensor; its indices in [J, N, K, D], and their mask."""
+def _load_near(keys_ptr, values_ptr, sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM: tl.constexpr):
+    """Of one tensor: whether the queries of the rows see their key, the key and value [ROWS, 1, D] in fp32, and their
+    indices in [J, N, K, D] with a mask."""
     sees = tl.load(sees_ptr + number * tokens + row, mask=row < tokens, other=0) != 0
-    key = number * tokens + row - nearest - number
-    index = (key * tl.num_programs(1) + tl.program_id(1)) * HEAD_DIM
-    return sees, index[:, None] + dim[None, :], sees[:, None] & (dim < HEAD_DIM)[None, :]
+    key_row = number * tokens + row - nearest - number
+    index = ((key_row * tl.num_programs(1) + tl.program_id(1)) * HEAD_DIM)[:, None] + dim[None, :]
+    seen = sees[:, None] & (dim < HEAD_DIM)[None, :]
+    k = tl.load(keys_ptr + index, mask=seen, other=0.0).to(tl.float32)
+    v = tl.load(values_ptr + index, mask=seen, other=0.0).to(tl.float32)
+    return sees, k[:, None, :], v[:, None, :], index, seen
 
 
 # For a query q, its attention `far` to the far keys with the log-sum-exp far_lse, and the near keys k_j that it sees:
@@ -81,9 +85,7 @@ def _merge_kernel(
     row_max = tl.where(row_max == float("inf"), float("-inf"), row_max)
     row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     for number in range(count):
-        sees, key, in_keys = _key_indices(sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM)
-        k = tl.load(keys_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
-        v = tl.load(values_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
+        sees, k, v, _, _ = _load_near(keys_ptr, values_ptr, sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM)
         score = tl.where(sees[:, None], tl.sum(q * k, 2) * scale, float("-inf"))
         new_max = tl.maximum(row_max, score)
         decay, weight = tl.exp(row_max - finite(new_max)), tl.exp(score - finite(new_max))
@@ -131,15 +133,15 @@ def _gradient_kernel(
     lse = tl.load(lse_ptr + by_head, mask=in_heads, other=float("inf"))
     dq = tl.load(dq_ptr + tile, mask=in_tile, other=0.0).to(tl.float32)
     for number in range(count):
-        sees, key, in_keys = _key_indices(sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM)
-        k = tl.load(keys_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
-        v = tl.load(values_ptr + key, mask=in_keys, other=0.0).to(tl.float32)[:, None, :]
+        sees, k, v, index, seen = _load_near(
+            keys_ptr, values_ptr, sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM
+        )
         weight = tl.where(sees[:, None], tl.exp(tl.sum(q * k, 2) * scale - lse), 0.0)
         ds = weight * (tl.sum(do * v, 2) - do_out) * scale
         dq += ds[:, :, None] * k
         if LEARNS:
-            tl.store(dkeys_ptr + key, tl.sum(ds[:, :, None] * q, 1), mask=in_keys)
-            tl.store(dvalues_ptr + key, tl.sum(weight[:, :, None] * do, 1), mask=in_keys)
+            tl.store(dkeys_ptr + index, tl.sum(ds[:, :, None] * q, 1), mask=seen)
+            tl.store(dvalues_ptr + index, tl.sum(weight[:, :, None] * do, 1), mask=seen)
     tl.store(dq_ptr + tile, dq, mask=in_tile)
 
 
