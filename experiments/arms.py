@@ -16,7 +16,15 @@ from longspec.pipeline.evaluation import evaluate, evaluation_folder
 from longspec.pipeline.files import settings_file
 from longspec.pipeline.report import Tables, measured, write_page
 from longspec.pipeline.samples import Samples
-from longspec.pipeline.settings import FORCED, MethodSettings, Settings, StageSettings, TrainingSettings, settings_yaml
+from longspec.pipeline.settings import (
+    FORCED,
+    MethodSettings,
+    Settings,
+    StageSettings,
+    TrainingSettings,
+    check_integers,
+    settings_yaml,
+)
 from longspec.pipeline.training import run_folder, stage_row, train
 from longspec.replacing import write_atomically
 
@@ -44,6 +52,7 @@ def read_section(kind: type[T], settings: Settings) -> T:
         section: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), settings.experiment))
     except OmegaConfBaseException as error:
         raise UserError(f"config key experiment.{getattr(error, 'full_key', '')}: {first_line(error)}") from error
+    check_integers(section, ".experiment")
     return section
 
 

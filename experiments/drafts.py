@@ -40,13 +40,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         from longspec.locks import locked
         from longspec.pipeline.answers import CHAT
         from longspec.pipeline.files import run_settings
+        from longspec.pipeline.prompts import prompts_are_written
         from longspec.pipeline.run import steps_of
         from longspec.pipeline.settings import load_settings, settings_yaml
+        from longspec.pipeline.sources import check_folders
 
     settings = load_settings(options.config, options.overrides)
     comparison = read_comparison(settings)
     root = Path(options.output_dir or f"outputs/drafts-{Path(settings.target).name}")
     chosen = list(comparison.arms) if options.arms is None else options.arms
+    if chosen and not prompts_are_written(settings, root):
+        check_folders(settings)
     check_arms(settings, comparison, root, chosen, options.seeds)
     check_unchanged(settings, comparison, root, chosen, options.seeds)
     command = shlex.join(["python", "-m", "experiments.drafts", *(sys.argv[1:] if argv is None else argv)])

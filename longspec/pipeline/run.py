@@ -30,6 +30,7 @@ from longspec.pipeline.report import measured, write_page
 from longspec.pipeline.samples import Samples
 from longspec.pipeline.settings import Settings, load_settings, settings_yaml
 from longspec.pipeline.sizes import ROW, chosen_settings, evaluation_of
+from longspec.pipeline.sources import check_folders
 from longspec.pipeline.target import TargetText
 from longspec.pipeline.training import check_trainer, is_finished, run_folder, train
 
@@ -126,9 +127,8 @@ def _settings(options: argparse.Namespace, root: Path, target: Target, machine: 
         raise UserError(
             "config key training.stages: empty, so there is no draft; name a stage, or set evaluation.draft"
         )
-    for key in ("benchmarks", "documents"):
-        if (folder := getattr(settings, key)) is not None and not Path(folder).is_dir():
-            raise UserError(f"config key {key}: {folder}: no such folder")
+    if not prompts_are_written(settings, root):
+        check_folders(settings)
     return evaluation_of(options.evaluate, settings) if options.evaluate else settings
 
 

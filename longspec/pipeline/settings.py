@@ -247,23 +247,23 @@ def settings_yaml(settings: Settings) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
-def _check_integers(value: Any, key: str, least: int) -> None:
-    """Raise UserError for an integer below its least value, in a section or a field with its key."""
+def check_integers(value: Any, key: str, least: int = 1) -> None:
+    """Raise UserError for an integer below its least value, in a section or a field with its key after a period."""
     if is_dataclass(value):
         for entry in fields(value):
             if "typing.Any" not in str(entry.type):  # else values of the trainer, which checks them
                 own = f"{key}.{entry.name}"
-                _check_integers(getattr(value, entry.name), own, int(not own.endswith(MAY_BE_0)))
+                check_integers(getattr(value, entry.name), own, int(not own.endswith(MAY_BE_0)))
     elif isinstance(value, (dict, list)):
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _check_integers(item, f"{key}.{name}", least)
+            check_integers(item, f"{key}.{name}", least)
     elif isinstance(value, int) and not isinstance(value, bool) and value < least:
         raise UserError(f"config key {key[1:]}: {value}; must be at least {least}")
 
 
 def check_settings(settings: Settings) -> None:
     """Raise UserError that names the first key with a wrong value."""
-    _check_integers(settings, "", 1)
+    check_integers(settings, "")
     prompts, evaluation, stages = settings.prompts, settings.evaluation, settings.training.stages
     reserved = {"chat": "the section chat", SOURCE: "code.train_files"}
     runs = [*reserved, *settings.answers]

@@ -68,6 +68,14 @@ class Texts:
     """Conversations of a user turn and the target's answer."""
 
 
+def check_folders(settings: Settings) -> None:
+    """Raise UserError for a folder of source texts that is missing."""
+    code = [("code.folders", folder) for folder in settings.code.folders]
+    for key, folder in [("benchmarks", settings.benchmarks), ("documents", settings.documents), *code]:
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"config key {key}: {folder}: no such folder")
+
+
 def read_texts(folder: str | None, documents: str | None, split: str) -> Texts:
     """The records of a split, and the documents whose collection belongs to it. Tasks without a file are empty.
 

@@ -1,7 +1,6 @@
 """Starting the ranks of a training run, and sums over them."""
 
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from longspec.models.parallel import share_target, sum_over_ranks
 from longspec.ranks.agreement import ALONE, connecting, fail_together, from_rank_zero, launched_ranks
-from longspec.signals import STOP_SIGNALS
 
 T = TypeVar("T")
 
@@ -87,12 +85,6 @@ def share_targets(tp_size: int) -> None:
     if tp_size > 1:
         groups.initialize_model_parallel(tp_size)
         share_target(groups.get_model_parallel_group())
-
-
-def ignore_stop_signals(_: int) -> None:
-    """For the loader's workers, which get the signals of their process group, too, while the step still needs them."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def rank_zero_first(build: Callable[[], T]) -> T:

@@ -1,5 +1,6 @@
 """The order in which ranks read the rows of the data set."""
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -9,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from longspec.data.collators import Collator
-from longspec.train.distributed import ignore_stop_signals
+from longspec.signals import STOP_SIGNALS, end_with_parent
 from longspec.train.inputs import Inputs
 
 
@@ -65,8 +66,16 @@ def loader(inputs: Inputs, sampler: ResumableSampler, num_workers: int, accumula
         collate_fn=partial(_as_arrays, inputs.collate),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
-        worker_init_fn=ignore_stop_signals,
+        worker_init_fn=_start_worker,
     )
+
+
+def _start_worker(_: int) -> None:
+    # It gets the signals of its process group, too, while the step still needs it.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # The other workers hold its pipe open, so it would wait forever to write to a rank that is gone.
+    end_with_parent(by=signal.SIGKILL)
 
 
 def _as_arrays(collate: Collator, rows: Any) -> dict[str, np.ndarray]:

@@ -161,7 +161,7 @@ def train_as_documented(page: Path, text: str, script: Path, option: str, *more:
     make_target(folder / "target")
     write_texts(folder / "data.jsonl", count=6)
     script.write_text(text)
-    (line,) = commands(page)
+    line, *_ = commands(page)
     overrides = [word for word in line if word.startswith(option)]
     overrides += [f"model_name_or_path={folder}/target", f"data.files=[{folder}/data.jsonl]", "max_steps=2"]
     overrides += [f"output_dir={folder}/out", f"data.cache_dir={folder}/cache", "data.max_length=64"]

@@ -193,6 +193,13 @@ def test_a_null_in_a_mapping_is_a_value_and_a_missing_entry_is_null() -> None:
     assert differences({"a": {}, "b": None}, {"a": {"prompts": None}}) == "a.prompts: not set there, null here"
 
 
+@pytest.mark.parametrize("key", ["jobs_per_gpu", "arms.eagle3.seeds"])
+def test_the_numbers_of_an_experiment_are_checked(key: str) -> None:
+    settings = load_settings(ROOT / "experiments" / "drafts_smollm2.yaml", [f"experiment.{key}=0"])
+    with pytest.raises(UserError, match=f"^config key experiment.{key}: 0; must be at least 1"):
+        read_comparison(settings)
+
+
 def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:
     comparison = read_comparison(load_settings(ROOT / "experiments" / "drafts_smollm2.yaml"))
     planned = jobs.planned_jobs(comparison, list(comparison.arms), [1, 0])

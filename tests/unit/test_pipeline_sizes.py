@@ -155,6 +155,7 @@ def test_a_dry_run_prints_a_file_for_config_and_the_folder_of_another_plan_is_re
     [
         ("target=x", "target=x: not an override; the argument TARGET names the target"),
         ("benchmarks=/nope", "config key benchmarks: /nope: no such folder"),
+        ("code.folders=[/nope]", "config key code.folders: /nope: no such folder"),
         ("training.stages.stage1.overrides.foo=1", "config key training.stages.stage1.overrides.foo: no such key"),
         ("training.stages.stage2.overrides.max_steps=null", "stages.stage2.overrides.max_steps: null; omit it"),
         ("training.stages.stage2.overrides.model.window=1", "stages.stage2.overrides.model.window: 1; it must"),

@@ -1,6 +1,8 @@
 """Rows of training: packing, order, collation and position ids; and the scores of held-out rows."""
 
 import math
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +49,25 @@ def test_a_later_start_continues_the_same_walk_and_epochs_and_seeds_have_others(
     assert walk(13, 2, 2, 9, 20) == [rank[9:] for rank in walk(13, 2, 2, 0, 20)]
     first, second = walk(50, 50, 1, 0, 2)[0]
     assert first != second and first != walk(50, 50, 1, 0, 1, seed=43)[0][0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
+def test_loading_processes_end_with_a_rank_that_is_killed_while_they_wait_to_write() -> None:
+    """The second batch of each fills its pipe, which the other one keeps open."""
+    script = """
+import os
+from types import SimpleNamespace
+import torch
+from longspec.train.sampler import ResumableSampler, loader
+rows = SimpleNamespace(rows=range(100), collate=lambda rows: {"labels": torch.zeros(100_000)})
+batches = iter(loader(rows, ResumableSampler(100, 1, 0, 1, 0, 0, 100), 2, 8))
+next(batches)
+print("loaded", flush=True)
+os._exit(1)
+"""
+    # Ends when no process has stdout open any more.
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("loaded\n", 1)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42])
