@@ -179,7 +179,7 @@ class Eagle3Draft(Draft):
 
     def training_forward(self, given: TrainingPass, lags: Sequence[Tensor | None]) -> list[Tensor]:
         shape, segments = given.tokens.shape, given.segments
-        # No entry is None, the block pattern, because `trained_lags` is set.
+        # No entry is None (the block pattern), because `trained_lags` is set.
         lags_of_segments = [own for own in lags if own is not None]
         assert given.target.layer_inputs is not None
         is_first = (segments.offsets == 0).view(shape)[..., None]

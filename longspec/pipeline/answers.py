@@ -37,7 +37,7 @@ def write_text(names: Sequence[str], settings: Settings, root: Path) -> None:
         if text_is_written(own, settings, root):
             continue
         shared = settings.tp_size > 1
-        ranks = settings.tp_size if shared else count * torch.cuda.device_count() or 1
+        ranks = settings.tp_size if shared else count * torch.cuda.device_count() or 1  # one on a CPU
         share_work(write_share, settings, root, ranks, *own)
 
 

@@ -1,4 +1,4 @@
-"""The order in which ranks read the rows of the data set."""
+"""The order in which ranks read the rows of the data set, and the processes that load them."""
 
 import signal
 from collections.abc import Iterator
@@ -71,10 +71,10 @@ def loader(inputs: Inputs, sampler: ResumableSampler, num_workers: int, accumula
 
 
 def _start_worker(_: int) -> None:
-    # It gets the signals of its process group, too, while the step still needs it.
+    # Signals to the process group reach it, too, while the step still needs its rows.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # The other workers hold its pipe open, so it would wait forever to write to a rank that is gone.
+    # The other workers keep its pipe open: when the rank is gone, it would wait forever to write.
     end_with_parent(by=signal.SIGKILL)
 
 

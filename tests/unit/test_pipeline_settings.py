@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pipeline_fixtures import make_chat_target
 
-from experiments import jobs
+from experiments import drafts, jobs
 from experiments.arms import read_experiment, share_text
 from experiments.comparison import arm_folder, check_unchanged, read_comparison
 from longspec.errors import UserError
 from longspec.jobs.job import differences
-from longspec.pipeline import training
+from longspec.pipeline import answers, training
 from longspec.pipeline.files import answers_file, read_jsonl, run_settings, settings_file, training_files
 from longspec.pipeline.induction import layer_file
 from longspec.pipeline.probes import best_candidate, probe_table
@@ -193,11 +194,32 @@ def test_a_null_in_a_mapping_is_a_value_and_a_missing_entry_is_null() -> None:
     assert differences({"a": {}, "b": None}, {"a": {"prompts": None}}) == "a.prompts: not set there, null here"
 
 
-@pytest.mark.parametrize("key", ["jobs_per_gpu", "arms.eagle3.seeds"])
-def test_the_numbers_of_an_experiment_are_checked(key: str) -> None:
-    settings = load_settings(ROOT / "experiments" / "drafts_smollm2.yaml", [f"experiment.{key}=0"])
-    with pytest.raises(UserError, match=f"^config key experiment.{key}: 0; must be at least 1"):
-        read_comparison(settings)
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("experiment.jobs_per_gpu=0", "0; must be at least 1"),
+        ("experiment.arms.eagle3.seeds=0", "0; must be at least 1"),
+        ("code.folders=[/nope]", "/nope: no such folder"),
+    ],
+)
+def test_an_experiment_that_cannot_run_is_refused_before_it_writes(
+    override: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        drafts.main([override, "--output_dir", str(tmp_path)])
+    assert capsys.readouterr().err == f"error: config key {override.split('=')[0]}: {problem}\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 1), (2, 6)])
+def test_text_is_written_by_as_many_processes_per_gpu_and_by_one_on_a_cpu(
+    gpus: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(answers, "share_work", lambda work, settings, root, ranks, *names: started.append(ranks))
+    answers.write_text([answers.CHAT], load_settings(ROOT / "experiments" / "drafts_smollm2.yaml"), tmp_path)
+    assert started == [ranks]
 
 
 def test_what_is_timed_has_a_gpu_to_itself_and_the_rest_shares() -> None:

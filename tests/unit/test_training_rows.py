@@ -53,7 +53,7 @@ def test_a_later_start_continues_the_same_walk_and_epochs_and_seeds_have_others(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
 def test_loading_processes_end_with_a_rank_that_is_killed_while_they_wait_to_write() -> None:
-    """The second batch of each fills its pipe, which the other one keeps open."""
+    """Batches fill the pipe of each process, and the other one keeps it open."""
     script = """
 import os
 from types import SimpleNamespace

@@ -1,8 +1,9 @@
 """Attention to a few near keys in training, merged with FlashAttention's to the far keys: forward and gradient.
 
-With a lag, FlashAttention's causal mask shows a query only keys from some distance on, the far keys. The near ones are
-in J tensors [N, K, D] over N flattened tokens: of tensor j, the query in row i sees row i - nearest - j or none. Plain
-torch takes a dozen launches per tensor, these kernels one for all. Arithmetic is in fp32.
+With a lag, FlashAttention's causal mask hides the nearest keys from a query; the keys that it shows are the far ones.
+The near keys come as J tensors [N, K, D], with a row per flattened token: of tensor j, the query in row i sees the key
+in row i - nearest - j, or none. Plain torch takes a dozen launches per tensor, these kernels one for all tensors.
+Arithmetic is in fp32.
 """
 
 from collections.abc import Sequence
@@ -43,8 +44,8 @@ def _query_indices(
 
 @triton.jit
 def _load_near(keys_ptr, values_ptr, sees_ptr, number, nearest, row, tokens, dim, HEAD_DIM: tl.constexpr):
-    """Of one tensor: whether the queries of the rows see their key, the key and value [ROWS, 1, D] in fp32, and their
-    indices in [J, N, K, D] with a mask."""
+    """For tensor `number`: whether the queries of the rows see their key; the keys and values [ROWS, 1, D] in fp32; and
+    their indices in [J, N, K, D], with a mask."""
     sees = tl.load(sees_ptr + number * tokens + row, mask=row < tokens, other=0) != 0
     key_row = number * tokens + row - nearest - number
     index = ((key_row * tl.num_programs(1) + tl.program_id(1)) * HEAD_DIM)[:, None] + dim[None, :]
